@@ -7,8 +7,8 @@ was resumed at an earlier step abandons its later measurements, which are in no 
 The two hashes are the *settings* of a number: the options of the analysis and its data. A curve has the numbers of one
 settings only. By default these are
 
-- for a run over steps: the settings measured at the most steps, and among equals those measured first, so that later
-  experiments on some checkpoints do not replace the curves of the training;
+- for a run over steps: the settings measured at the most steps, and among equals those measured first. Later
+  experiments on some checkpoints then do not replace the curves of the training;
 - for a model without steps: the settings measured last.
 
 A reader can choose other settings by name, `CONFIG.DATA`, or by the beginning of each hash. `last` chooses for every
@@ -88,7 +88,7 @@ class Record:
 
 @with_config(schema.OPEN)
 class _Provenance(TypedDict, total=False):
-    """The fields of provenance that the package reads; it only shows the others."""
+    """The fields of provenance that the package reads; other fields are only shown."""
 
     config_hash: str | None
     data_hash: str | None
@@ -327,7 +327,7 @@ def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> 
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
-    """Return the settings of one curve, given the steps at which each settings was measured."""
+    """Return the settings of one curve, given the steps at which each of its settings were measured."""
     named = dict.fromkeys(name for each in asked for name in steps if name == each or _is_named(name, each))
     named = {name: None for name in named if name in asked} or named
     if len(named) > 1:

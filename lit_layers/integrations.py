@@ -24,8 +24,8 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     Step 0 is measured before the first update, and the last step at the end of training. The last step is not measured
     if the Trainer loads earlier weights at the end (`load_best_model_at_end`). A resumed training continues the same
-    file with `if_exists="resume"`. After an exception the callback holds the folder until the process ends or trains
-    again.
+    file with `if_exists="resume"`. After an exception the callback keeps the lock of the folder until the process ends
+    or trains again.
 
     Args:
         analyses: what to measure.
@@ -58,7 +58,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}  # pyright: ignore
-        if before is not None and before.is_open:  # left by an exception, or because its batches did not fit
+        if before is not None and before.is_open:  # after an exception, such as a batch too large for memory
             before.give_up()
             if args.auto_find_batch_size:
                 options |= {"if_exists": "resume", "_saved_by": before.measurer.training}

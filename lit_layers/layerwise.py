@@ -26,7 +26,7 @@ from lit_layers.report.sections import shapes
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
 _TOKENS, _BATCH = 128, 8
-_FEW_TEXTS, _FEW_TOKENS = 8, 64  # the share of the default texts that analyses with Jacobians read
+_FEW_TEXTS, _FEW_TOKENS = 8, 64  # number and length of the default texts for analyses with Jacobians
 _SHOWN = 6  # panels in a figure
 
 
@@ -113,7 +113,9 @@ class LayerResult:
         return charts
 
     def compare(self, other: "LayerResult") -> "LayerResult":
-        """Return a result with the models of both, which figures draw as one line each. Equal names get a number.
+        """Return a result with the models of both, which figures draw as one line each.
+
+        If a name occurs in both, the models of `other` get a number.
 
         Raises:
             InputError: no analysis was run on both.
@@ -192,7 +194,7 @@ def layers(
 def _text_batches(
     view: LayeredModel, texts: Sequence[str] | None, tokenizer: str, max_tokens: int
 ) -> tuple[Batches, Batches]:
-    """Return the batches of texts, and the smaller ones for analyses with Jacobians."""
+    """Return the batches of texts, and those for analyses with Jacobians, which are smaller for the default texts."""
     longest = min(max_tokens, view.max_tokens or max_tokens)
     if texts is not None:
         if isinstance(texts, str) or not len(texts):
@@ -214,9 +216,9 @@ def _encoded(tokenizer: str, texts: Sequence[str], longest: int) -> Batches:
     return GivenBatches([*encoded.split(_BATCH)], tokenizer_hash=encoded.tokenizer_hash)
 
 
-def _tokenizer(model: Any, find_analyses: str | Path | None) -> str:
-    if find_analyses is not None:
-        return str(find_analyses)
+def _tokenizer(model: Any, tokenizer: str | Path | None) -> str:
+    if tokenizer is not None:
+        return str(tokenizer)
     carried = getattr(plain_model(model), "name_or_path", "") if isinstance(model, nn.Module) else str(model)
     if not carried:
         raise InputError(f"tokenizer: a {type(model).__name__} in memory carries none; name one, or give batches")

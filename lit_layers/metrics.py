@@ -31,14 +31,14 @@ class Metric:
         excess: metric that has the chance level subtracted.
         level, level_name: a reference value that follows from the definition, and its name.
         log: draw the values on a logarithmic axis.
-        whole: the values are numbers of layers.
+        whole: the values are indices or counts of layers.
         first_layer: first layer with a value; None: only the whole model has a value.
         median: also measure the median, because single tokens are outliers.
         secondary: show the metric in figures but not in tables of results.
         unlisted: show the metric neither in tables of results nor in a figure of its own.
         headline: rank among the few metrics that summarise all scores of a model variant; 0: none.
         relative: the normalized score already gives this value as a share of the full model's.
-        also: a second group.
+        also: a second group that the metric belongs to.
         function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.
         of_states: `StateMetric` measures the function under this name; the analysis of its group does not.
     """

@@ -30,7 +30,7 @@ PAPERS = {
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
 VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # commands of steps
-OVER = ("run", "step", "layer")  # what the keys of `values` can be, besides the values of a tag
+OVER = ("run", "step", "layer")  # values of `over`, besides names of tags and columns
 _NAME = re.compile(r"<([a-z]\w*)>")
 
 
@@ -106,7 +106,7 @@ class Published:
 
 
 class Step(NamedTuple):
-    """A command: its verb, options, the recipes that these options extend, and the folder that it writes to."""
+    """A command: its verb, its options, the recipes that the options extend, and the folder that it writes to."""
 
     verb: str
     options: dict[str, Any]

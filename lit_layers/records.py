@@ -1,8 +1,9 @@
 """The files of numbers: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
 
-Both files have one JSON object per line and only grow. Other processes may read while one writes, and a kill costs at
-most the last line. A last line without a newline is torn: readers skip it, and the next writer removes it. Any other
-line that does not parse is refused with its file name and number.
+Both files have one JSON object per line. Lines are only appended, except that a resumed training truncates
+`metrics.jsonl`. Other processes may read while one writes, and a kill costs at most the last line. A last line that
+does not parse and has no newline is torn: readers skip it, and the next writer removes it. Any other line that does not
+parse is refused with its file name and number.
 
 `lit_layers.identity` explains which lines are the same number, and which numbers form a curve.
 
@@ -307,7 +308,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """Repair a torn last row and find the step of the last complete row, at the first call."""
+        """Repair a torn last row and find the step of the last complete row, on the first call."""
         if self._ready:
             return
         if self.path.exists():
@@ -335,7 +336,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
     Raises:
         InputError: a line is no row.
     """
-    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # a checkpoint splits a step's row
+    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # closing the log can split a step's row
     return [
         {name: value for part in parts for name, value in cast("dict[str, float]", part).items()} for _, parts in lines
     ]
@@ -463,7 +464,7 @@ def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     content = text.encode("utf-8", "replace") + b"\n"  # file names may have lone surrogates, which UTF-8 cannot encode
     written = file.write(content)
-    while written < len(content):  # after a signal, or on a full disk: then the next write raises
+    while written < len(content):  # a signal or a full disk ends a write early; on a full disk the next one raises
         written += file.write(content[written:])
 
 

@@ -145,7 +145,7 @@ def summary(run: RunData) -> list[tuple[str, str]]:
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
-    """Return a row for each analysis: number of runs, seconds, and share of the wall time if that is known."""
+    """Return a row for each analysis: its number of measurements, seconds, and share of the wall time if known."""
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
@@ -176,11 +176,11 @@ _DIGITS, _FILES = 12, 2  # digits of a long hash, and files of a checkpoint, tha
 
 
 def provenance(run: RunData) -> dict[str, Any]:
-    """Return the provenance of the numbers in four parts.
+    """Return the provenance of the numbers in five parts.
 
-    `shared` has the fields that are equal in all measurements, `checkpoints` a row per step or model with the fields
-    that differ only between these, `analyses` all values of the other fields by analysis, `run` the content of
-    run.json, of which `config` is separate.
+    `shared` has the fields that are equal in all measurements. `checkpoints` has a row per step or model, with the
+    fields that differ only between these. `analyses` has all values of the other fields, by analysis. `config` is the
+    configuration in run.json, and `run` the rest of run.json.
     """
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"

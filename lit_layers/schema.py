@@ -1,7 +1,7 @@
 """Checks of files that are read back and of option ranges; each fault becomes one sentence.
 
-The type of a file is a dataclass or a TypedDict of the types below, with one of the two configurations. pydantic
-parses and checks it in less time than Python's own parser takes to parse it.
+The content of a file is typed as a dataclass or TypedDict of the types below, with one of the two configurations.
+Parsing and checking by pydantic is faster than parsing by Python's `json`.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def beginning(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
-# Ranges of options. Each class with ranged options has one table of them.
+# Ranges of options. A class whose options have ranges keeps them in one table.
 
 MANY = 10**9  # steps, sequences, tokens: more is a typing mistake, and a loop might enumerate them
 
@@ -177,7 +177,7 @@ SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, below=True)
 LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
-BATCH = Range(1, 2**24, whole=True)  # the indices of a batch are listed before they are split into micro-batches
+BATCH = Range(1, 2**24, whole=True)  # the indices of a batch are in one list before micro-batches are made
 WORKERS = Range(0, 256, whole=True)  # processes
 SEED = Range(0, 2**32 - 1, whole=True)
 

@@ -1,4 +1,4 @@
-"""Write files and tables so that a kill or a power cut leaves the old or the new content; temporary folders."""
+"""Write files and tables so that a kill or a power cut leaves the old or the new content; make temporary folders."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def draft_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name this path in an OSError raised inside that names no file or a draft; turn Rust's IO errors into OSError."""
+    """Add this path to an OSError that names no file or only a draft, and turn Rust's IO errors into OSError."""
     try:
         yield
     except Exception as error:

@@ -58,7 +58,7 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
     return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")
 
 
-ADAPTER = "adapter_config.json"  # of peft
+ADAPTER = "adapter_config.json"  # file of a peft adapter
 MERGE_IT = "merge it into its model (merge_and_unload of peft), save that model, and name its folder"
 # HTTPError is the class of the HTTP library under huggingface_hub; it also covers a refused connection.
 HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
