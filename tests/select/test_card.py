@@ -1,4 +1,4 @@
-"""The page of an export, and its tables."""
+"""The README of an exported model and its tables."""
 
 import yaml
 
@@ -14,7 +14,7 @@ def cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_it():
+def test_the_page_shows_the_origin_of_the_model_the_reason_for_the_layer_and_an_example():
     content = card(revision="step5000", commit="abc1", weights_hash="00ff", notes=["N."])
     page = render(content, FACTS, package="transformers", picture="validation.png")
     header = yaml.safe_load(page.split("---")[1])
@@ -33,7 +33,7 @@ def test_the_page_says_where_the_model_comes_from_why_this_layer_and_how_to_use_
     compile(code, "README", "exec")
 
 
-def test_a_page_leaves_out_what_is_not_known():
+def test_a_page_leaves_out_unknown_facts():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
     page = render(card(source="/some/folder", tolerance=None), facts, package="timm", picture=None, of_images=True)
     assert set(yaml.safe_load(page.split("---")[1])) == {"library_name", "tags"}
@@ -43,7 +43,7 @@ def test_a_page_leaves_out_what_is_not_known():
     assert "its licence applies to them." in page
 
 
-def test_a_page_speaks_of_images_and_a_final_norm_where_there_are_some():
+def test_a_page_mentions_images_and_a_final_norm_only_if_the_model_has_them():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
     pages = [
         render(card(), facts, package="transformers", picture=None, of_images=there, final_norm=there)

@@ -1,5 +1,7 @@
-"""The layer that is chosen is the one that scikit-learn's probes and the rule as written down give, on rows that the
-choice may see."""
+"""The layer of a task: it equals that of scikit-learn's probes and of the rules as their definitions state them.
+
+Only training and validation rows may decide.
+"""
 
 import math
 from collections.abc import Callable
@@ -20,65 +22,68 @@ from lit_layers.select.choosing import Choice, choose
 
 SIZES = {"train": 240, "validation": 160, "test": 200}
 DIM = 6
-# How strongly the label stands in each layer, 0 to 5: none at first, most of it from layer 3 on.
+# Signal of the label in each layer, 0 to 5: none at first, almost all of it from layer 3 on.
 STRENGTHS = (0.0, 0.4, 0.9, 2.0, 1.9, 2.1)
 
 
 @dataclass
 class Planted:
-    """Features in memory that note which part is asked for, and which layers of it."""
+    """Features in memory that record which splits and layers are requested."""
 
     targets: dict[str, Tensor]
     states: dict[str, Tensor]  # (layers + 1, rows, dim)
     asked: list[Any] = field(default_factory=list)
 
-    def __call__(self, part: str) -> Any:
-        self.asked.append(part)
+    def __call__(self, split: str) -> Any:
+        self.asked.append(split)
         outer = self
 
-        class Part:
-            num_layers = len(outer.states[part]) - 1
+        class Features:
+            num_layers = len(outer.states[split]) - 1
 
             def layer(self, layer: int) -> Tensor:
-                outer.asked.append((part, layer))
-                return outer.states[part][layer]
+                outer.asked.append((split, layer))
+                return outer.states[split][layer]
 
-        return Part()
+        return Features()
 
 
 def planted(num_classes: int | None, strengths=STRENGTHS, seed: int = 0) -> Planted:
-    """A label (or number) in noise: each layer holds it in one direction, scaled and shifted at will."""
+    """Return a class label (or a number) hidden in noise.
+
+    Each layer has it along one direction per class. Dimensions have random scales and shifts.
+    """
     random = np.random.default_rng(seed)
     targets, states = {}, {}
     directions = random.normal(size=(num_classes or 1, DIM))
     scale, shift = 10.0 ** random.uniform(-2, 2, size=DIM), random.normal(size=DIM) * 5
-    for part, rows in SIZES.items():
+    for split, rows in SIZES.items():
         if num_classes is None:
             label = random.normal(size=rows) * 2 + 1
             signal = (label - 1)[:, None] * directions[0]
-            targets[part] = torch.from_numpy(label)
+            targets[split] = torch.from_numpy(label)
         else:
             label = random.integers(num_classes, size=rows)
             signal = directions[label]
-            targets[part] = torch.from_numpy(label)
+            targets[split] = torch.from_numpy(label)
         noise = random.normal(size=(len(strengths), rows, DIM))
         found = np.stack([strength * signal + each for strength, each in zip(strengths, noise, strict=True)])
-        states[part] = torch.from_numpy(found * scale + shift)
+        states[split] = torch.from_numpy(found * scale + shift)
     return Planted(targets, states)
 
 
-def by_scikit_learn(data: Planted, part: str, layer: int, num_classes: int | None) -> np.ndarray:
-    """Of each row whether it is right, or its squared error."""
+def scikit_learn_rows(data: Planted, split: str, layer: int, num_classes: int | None) -> np.ndarray:
+    """Return for each row whether it is predicted correctly, or its squared error."""
     scaler = StandardScaler().fit(data.states["train"][layer].numpy())
-    train, rows = (scaler.transform(data.states[each][layer].numpy()) for each in ("train", part))
+    train, rows = (scaler.transform(data.states[each][layer].numpy()) for each in ("train", split))
     model: Any = Ridge(alpha=1.0) if num_classes is None else LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000)
     predicted = model.fit(train, data.targets["train"].numpy()).predict(rows)
-    truth = data.targets[part].numpy()
+    truth = data.targets[split].numpy()
     return (predicted - truth) ** 2 if num_classes is None else (predicted == truth).astype(float)
 
 
-def as_written(rule: str, tolerance: float, scores: list[float]) -> int:
-    """The definitions of the rules, in scores of layers 1 to L of which larger is better."""
+def layer_by_definition(rule: str, tolerance: float, scores: list[float]) -> int:
+    """Apply the definition of a rule to the scores of layers 1 to L. Larger scores are better."""
     layers, last = range(1, len(scores) + 1), scores[-1]
     if rule == "best":
         return next(layer for layer in layers if scores[layer - 1] == max(scores))
@@ -87,10 +92,12 @@ def as_written(rule: str, tolerance: float, scores: list[float]) -> int:
     if rule == "fraction_of_last":
         return next(layer for layer in layers if scores[layer - 1] >= (1 - tolerance) * last)
     if rule == "plateau":
-        steps = {layer: scores[layer] - scores[layer - 1] for layer in layers[:-1]}  # from layer to the one behind it
-        return next(layer for layer in layers if all(step <= tolerance for at, step in steps.items() if at >= layer))
+        steps = {layer: scores[layer] - scores[layer - 1] for layer in layers[:-1]}  # from a layer to the next one
+        return next(
+            layer for layer in layers if all(step <= tolerance for low, step in steps.items() if low >= layer)
+        )
     first = scores[0]
-    above = [score - (first + place / (len(scores) - 1) * (last - first)) for place, score in enumerate(scores)]
+    above = [score - (first + index / (len(scores) - 1) * (last - first)) for index, score in enumerate(scores)]
     return 1 + above.index(max(above))
 
 
@@ -98,18 +105,18 @@ RULES = [("within_tolerance", 0.02), ("fraction_of_last", 0.1), ("plateau", 0.05
 
 
 @pytest.mark.parametrize("num_classes", [2, 4, None])
-def test_every_rule_chooses_as_a_loop_with_scikit_learn_does(num_classes):
+def test_every_rule_chooses_the_layer_that_a_loop_with_scikit_learn_chooses(num_classes):
     data = planted(num_classes)
     for rule, tolerance in RULES:
-        if num_classes is not None or rule != "fraction_of_last":  # which is for accuracies
+        if num_classes is not None or rule != "fraction_of_last":  # that rule is only for accuracies
             expect_chosen(data, num_classes, rule, tolerance)
 
 
 def expect_chosen(data: Planted, num_classes: int | None, rule: str, tolerance: float) -> None:
     found = choose(data, data.targets, num_classes=num_classes, rule=rule, tolerance=tolerance)
-    curve = [by_scikit_learn(data, "validation", layer, num_classes).mean() for layer in range(6)]
+    curve = [scikit_learn_rows(data, "validation", layer, num_classes).mean() for layer in range(6)]
     sign = -1 if num_classes is None else 1
-    expected = as_written(rule, tolerance, [sign * score for score in curve[1:]])
+    expected = layer_by_definition(rule, tolerance, [sign * score for score in curve[1:]])
     assert found.layer == expected, rule
     assert found.num_layers == 5
     if num_classes == 4 and rule != "best":
@@ -119,32 +126,32 @@ def expect_chosen(data: Planted, num_classes: int | None, rule: str, tolerance: 
         dict(enumerate(curve)), rel=1e-4
     )
     assert (found.rule, found.tolerance) == (rule, tolerance)
-    tested = {layer: by_scikit_learn(data, "test", layer, num_classes) for layer in {expected, 5}}
+    tested = {layer: scikit_learn_rows(data, "test", layer, num_classes) for layer in {expected, 5}}
     assert {layer: score.value for layer, score in found.test.items()} == pytest.approx(
         {layer: rows.mean() for layer, rows in tested.items()}, rel=1e-4
     )
     gap = tested[expected] - tested[5]
     assert found.difference.value == pytest.approx(gap.mean(), abs=1e-4)
-    # Paired: the rows of the difference are resampled, not those of either score.
+    # The comparison is paired: rows of the difference are resampled, not rows of each score.
     means = torch.cat([counts @ torch.from_numpy(gap) / len(gap) for counts in row_counts(len(gap), 2000, 0)])
     bounds = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     assert (found.difference.low, found.difference.high) == pytest.approx(bounds, abs=1e-3)
 
 
-def test_shares_are_those_of_a_loop_over_resampled_validation_rows():
+def test_shares_equal_those_of_a_loop_over_resampled_validation_rows():
     data = planted(4)
     found = choose(data, data.targets, num_classes=4, rule="best")
-    rows = np.stack([by_scikit_learn(data, "validation", layer, 4) for layer in range(1, 6)])
+    rows = np.stack([scikit_learn_rows(data, "validation", layer, 4) for layer in range(1, 6)])
     counted = np.zeros(5)
     for counts in row_counts(SIZES["validation"], 2000, 0):
         for curve in counts.numpy() @ rows.T:
-            counted[as_written("best", 0, curve.tolist()) - 1] += 1
+            counted[layer_by_definition("best", 0, curve.tolist()) - 1] += 1
     assert list(found.shares) == [1, 2, 3, 4, 5]
     assert list(found.shares.values()) == pytest.approx(counted / 2000, abs=2e-3)
     assert sum(found.shares.values()) == pytest.approx(1)
 
 
-def test_the_baseline_is_that_of_the_training_labels_on_validation_rows():
+def test_the_baseline_predicts_validation_rows_from_the_training_labels():
     data = planted(4)
     majority = np.bincount(data.targets["train"].numpy()).argmax()
     found = choose(data, data.targets, num_classes=4)
@@ -155,14 +162,14 @@ def test_the_baseline_is_that_of_the_training_labels_on_validation_rows():
     assert found.baseline == pytest.approx(((data.targets["validation"].numpy() - mean) ** 2).mean())
 
 
-def test_test_rows_are_asked_for_when_the_layer_is_chosen_and_for_two_layers_alone():
+def test_test_rows_are_requested_after_the_choice_and_only_for_two_layers():
     data = planted(4)
     choice = choose(data, data.targets, num_classes=4, tolerance=0.02)
-    place = data.asked.index("test")
-    assert [ask for ask in data.asked[:place] if "test" in ask] == []
+    first = data.asked.index("test")
+    assert [ask for ask in data.asked[:first] if "test" in ask] == []
     assert data.asked[:2] == ["train", "validation"]
-    assert sorted(data.asked[2:place]) == [(part, layer) for part in ("train", "validation") for layer in range(6)]
-    assert sorted(data.asked[place + 1 :]) == [("test", choice.layer), ("test", 5)]
+    assert sorted(data.asked[2:first]) == [(split, layer) for split in ("train", "validation") for layer in range(6)]
+    assert sorted(data.asked[first + 1 :]) == [("test", choice.layer), ("test", 5)]
 
 
 def test_neither_the_choice_nor_the_shares_depend_on_test_rows():
@@ -175,7 +182,7 @@ def test_neither_the_choice_nor_the_shares_depend_on_test_rows():
     assert choices[0].test != choices[1].test
 
 
-def test_the_last_layer_may_be_the_one_and_differs_from_itself_by_nothing():
+def test_the_last_layer_can_be_chosen_and_its_difference_to_itself_is_0():
     data = planted(3, strengths=(0.0, 0.0, 0.1, 3.0))
     found = choose(data, data.targets, num_classes=3)
     assert found.layer == found.num_layers == 3
@@ -183,7 +190,7 @@ def test_the_last_layer_may_be_the_one_and_differs_from_itself_by_nothing():
     assert (found.difference.value, found.difference.low, found.difference.high) == (0, 0, 0)
 
 
-def test_the_probe_is_that_of_the_chosen_layer_fitted_on_train():
+def test_the_probe_is_fitted_on_the_training_rows_of_the_chosen_layer():
     data = planted(4)
     found = choose(data, data.targets, num_classes=4, options=ProbeOptions(c=0.1))
     scaler = StandardScaler().fit(data.states["train"][found.layer].numpy())
@@ -194,17 +201,17 @@ def test_the_probe_is_that_of_the_chosen_layer_fitted_on_train():
     np.testing.assert_allclose(given.numpy(), expected, atol=1e-4)
 
 
-def test_a_class_without_training_rows_is_an_error_of_every_layer():
+def test_a_class_without_training_rows_counts_as_an_error_at_every_layer():
     data = planted(4)
     keep = data.targets["train"] != 2
     data.targets["train"], data.states["train"] = data.targets["train"][keep], data.states["train"][:, keep]
     found = choose(data, data.targets, num_classes=4)
-    curve = {layer: by_scikit_learn(data, "validation", layer, 4).mean() for layer in range(6)}
+    curve = {layer: scikit_learn_rows(data, "validation", layer, 4).mean() for layer in range(6)}
     assert {layer: score.value for layer, score in found.validation.items()} == pytest.approx(curve)
 
 
-def test_a_model_that_knows_no_more_than_the_labels_has_no_layer():
-    """Layer 0 is no choice; the others tell nothing, and a few rows are fitted with all freedom."""
+def test_a_model_that_predicts_no_better_than_the_labels_has_no_layer():
+    """Layer 0 cannot be chosen. The other layers have no signal, and unregularised probes overfit a few rows."""
     for num_classes, sentence in (
         (3, r"rule: no layer can be chosen: the best validation accuracy of a probe is 0\.\d+, and the majority class"),
         (None, r"the best validation mean_squared_error of a probe is \d+\.\d+, and the training mean alone gives"),
@@ -219,7 +226,7 @@ def test_a_model_that_knows_no_more_than_the_labels_has_no_layer():
         assert "test" not in data.asked, num_classes
 
 
-def test_what_does_not_fit_is_refused_before_any_feature_is_made():
+def test_invalid_options_and_rows_are_refused_before_any_feature_is_computed():
     for num_classes, options, sentence in (
         (None, {"rule": "fraction_of_last"}, "rule: fraction_of_last with tolerance 0.01 chooses no layer here: .*"),
         (4, {"tolerance": -0.1}, "expected a tolerance of at least 0, got -0.1"),
@@ -233,9 +240,9 @@ def test_what_does_not_fit_is_refused_before_any_feature_is_made():
             choose(data, data.targets, num_classes=num_classes, **options)
         assert data.asked == [], options
     data = planted(3)
-    for part in SIZES:
-        with pytest.raises(InputError, match=f"{part}: expected at least 2 rows, got 1: give more"):
-            choose(data, data.targets | {part: data.targets[part][:1]}, num_classes=3)
+    for split in SIZES:
+        with pytest.raises(InputError, match=f"{split}: expected at least 2 rows, got 1: give more"):
+            choose(data, data.targets | {split: data.targets[split][:1]}, num_classes=3)
     with pytest.raises(InputError, match="train: all rows have one class, and a probe needs two"):
         choose(data, data.targets | {"train": torch.zeros(SIZES["train"], dtype=torch.int64)}, num_classes=3)
     assert data.asked == []
@@ -243,22 +250,22 @@ def test_what_does_not_fit_is_refused_before_any_feature_is_made():
         choose(data, data.targets, num_classes=3, options=ProbeOptions(max_iterations=1))
 
 
-def test_progress_is_told_layer_by_layer():
+def test_progress_is_reported_layer_by_layer():
     data, told = planted(3), []
     choose(data, data.targets, num_classes=3, progress=lambda *args: told.append(args))
     assert told == [*((layer, 6, f"probe of layer {layer}") for layer in range(6)), (6, 6, "")]
 
 
-def test_by_log_loss_the_choice_is_that_of_scikit_learns_probabilities():
+def test_the_choice_by_log_loss_equals_that_of_scikit_learns_probabilities():
     data = planted(3, seed=4)
-    data.targets["validation"][:5] = data.targets["test"][:7] = 3  # a class without a training row has no log-loss
+    data.targets["validation"][:5] = data.targets["test"][:7] = 3  # a class without training rows has no log-loss
     found = choose(data, data.targets, num_classes=4, rule="best", by="log_loss")
 
-    def losses(part: str, layer: int) -> np.ndarray:
+    def losses(split: str, layer: int) -> np.ndarray:
         scaler = StandardScaler().fit(data.states["train"][layer].numpy())
-        train, rows = (scaler.transform(data.states[each][layer].numpy()) for each in ("train", part))
+        train, rows = (scaler.transform(data.states[each][layer].numpy()) for each in ("train", split))
         model = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(train, data.targets["train"].numpy())
-        truth = data.targets[part].numpy()
+        truth = data.targets[split].numpy()
         seen = truth < 3
         return -model.predict_log_proba(rows[seen])[np.arange(seen.sum()), truth[seen]]
 

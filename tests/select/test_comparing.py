@@ -1,4 +1,4 @@
-"""Several models at the layer chosen for each: their table."""
+"""The table of several models, each at its chosen layer."""
 
 import math
 
@@ -30,7 +30,7 @@ def hits(seed: int, share: float) -> torch.Tensor:
     return torch.rand(40, generator=torch.Generator().manual_seed(seed)) < share
 
 
-def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
+def test_the_table_has_a_row_per_model_and_the_reason_for_a_missing_one(tmp_path):
     models = [candidate("a", 0.6, hits(0, 0.8)), candidate("b", 0.8, hits(1, 0.6))]
     rows = comparison_table(models, {"c": "no layer can be chosen"}).to_dict("records")
     assert [row["model"] for row in rows] == ["a", "b", "c"]
@@ -39,7 +39,7 @@ def test_the_table_has_a_row_a_model_and_says_why_another_has_none(tmp_path):
     assert (rows[2]["left_out"], math.isnan(rows[2]["test"])) == ("no layer can be chosen", True)
 
 
-def test_a_model_is_drawn_at_its_layer_and_at_its_last_with_a_line_between():
+def test_a_model_is_drawn_at_its_chosen_and_its_last_layer_with_a_line_between():
     chart = chosen_layers([candidate("a", 0.6, torch.arange(40) < 32)], "t")
     line, last, chosen = chart.series
     assert ([*line.x], [*line.y], [*chosen.x], [*last.x]) == ([2, 4], [0.8, 0.7], [2], [4])

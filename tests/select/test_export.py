@@ -1,4 +1,4 @@
-"""A folder with a model up to a layer: opened by anybody, checked before it appears, never half there."""
+"""The folder of a model up to a layer: other programs open it, it is verified before it appears, and never partial."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ from tests.support.exports import TEXTS, card, features, head_of, probes_of, sav
 from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import tiny, tiny_batch
 
-module = importlib.import_module("lit_layers.select.export")  # the package's `export` is the function
+module = importlib.import_module("lit_layers.select.export")  # the name `export` of the package is the function
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
 PADDED = {
     "input_ids": torch.tensor([[0, 0, 5, 6, 7], [9, 8, 7, 6, 5]]),
@@ -41,7 +41,7 @@ def exported(model, layer, folder, spec, **options):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mpt", "bert", "bert_classifier"])
-def test_plain_transformers_opens_the_folder_and_gives_the_states_of_the_whole_model(name, spec, tmp_path):
+def test_transformers_opens_the_folder_and_gives_the_states_of_the_full_model(name, spec, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
     model = tiny(name, vocab_size=270)
@@ -50,7 +50,7 @@ def test_plain_transformers_opens_the_folder_and_gives_the_states_of_the_whole_m
     assert opened.config.num_hidden_layers == 2
     ids = AutoTokenizer.from_pretrained(folder)(TEXTS[0], return_tensors="pt")["input_ids"]
     assert torch.equal(ids, token_batch(TEXTS[0])["input_ids"])
-    # Entry 1 of transformers' own list is what block 1 leaves, in both.
+    # Entry 1 of the list of transformers is the output of block 1, in both models.
     states = [part(ids, output_hidden_states=True).hidden_states[1] for part in (opened, model)]
     assert_rounded(*states)
     weights = load_file(folder / "model.safetensors")
@@ -68,7 +68,7 @@ def test_timm_opens_an_exported_vit(tmp_path):
     assert (len(opened.blocks), opened.num_classes) == (2, 0)
 
 
-def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):
+def test_the_folder_has_all_files_and_everyone_may_read_them(spec, tmp_path):
     picture = tmp_path / "curve.png"
     picture.write_bytes(b"a picture")
     folder = exported(tiny("gpt2", vocab_size=270), 2, tmp_path / "out", spec, card=card(picture=picture))
@@ -84,14 +84,14 @@ def test_the_folder_holds_what_belongs_to_it_readable_by_all(spec, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"out", "curve.png"}
 
 
-def test_other_attention_than_the_usual_is_taken_again_for_the_check(spec, tmp_path):
+def test_the_check_uses_the_attention_implementation_of_the_model(spec, tmp_path):
     model = tiny("gpt2", vocab_size=270)
     model.set_attn_implementation("eager")
     exported(model, 2, tmp_path / "out", spec)
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_padded_model_in_training_is_exported_unpadded_and_left_as_it_was(spec, tmp_path):
+def test_a_padded_model_in_training_is_exported_unpadded_and_not_changed(spec, tmp_path):
     sizes = {"vocab_size": 270, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
     model = causal_lm("gpt2", pad_vocab_to=64, **sizes)
     before, random = weights_hash(model), torch.get_rng_state()
@@ -110,7 +110,7 @@ def damaged(damage, model, folder, *rest):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_folder_that_gives_other_states_is_taken_away_and_an_earlier_one_stays(spec, tmp_path, monkeypatch):
+def test_a_folder_with_other_states_is_removed_and_an_earlier_export_stays(spec, tmp_path, monkeypatch):
     model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
     with monkeypatch.context() as patch:
         for damage, sentence in ((1, "model differs at layer 2, by up to"), (1e-6, "weights differ")):
@@ -127,7 +127,7 @@ def test_a_folder_that_gives_other_states_is_taken_away_and_an_earlier_one_stays
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_an_earlier_export_gives_way_only_when_told_to_and_other_folders_never(spec, tmp_path):
+def test_an_earlier_export_is_replaced_only_on_request_and_other_folders_never(spec, tmp_path):
     model, folder = tiny("gpt2", vocab_size=270), tmp_path / "out"
     exported(model, 1, folder, spec)
     with pytest.raises(InputError, match="out is there already: choose another folder, or allow to overwrite it"):
@@ -142,7 +142,7 @@ def test_an_earlier_export_gives_way_only_when_told_to_and_other_folders_never(s
     assert (folder / "thesis.txt").read_text() == "a year's work"
 
 
-def test_what_does_not_fit_together_is_refused_and_leaves_nothing(spec, tmp_path):
+def test_invalid_arguments_are_refused_and_leave_no_files(spec, tmp_path):
     model = tiny("gpt2", vocab_size=270)
     probe, folder = head(model, 2), tmp_path / "out"
     options = {"tokenizer": spec, "card": card(), "batches": BATCHES}

@@ -1,4 +1,4 @@
-"""A head is the probe of one layer: the same numbers, alone and on disk."""
+"""A head is the probe of one layer: it gives the same numbers alone and after loading."""
 
 import json
 import math
@@ -49,19 +49,19 @@ def test_a_head_solved_by_hand():
         scale=torch.tensor([2.0, 4.0], dtype=torch.float64),
         seen=torch.tensor([0, 1]),
     )
-    # (3 - 1) / 2 = 1: the odds of the second class are 3^1 x 2 = 6; at (1 - 1) / 2 = 0 they are 2
+    # (3 - 1) / 2 = 1, so the odds of the second class are 3^1 x 2 = 6. At (1 - 1) / 2 = 0 they are 2.
     expected = torch.tensor([[1 / 7, 6 / 7], [1 / 3, 2 / 3]], dtype=torch.float64)
     torch.testing.assert_close(head.log_proba(torch.tensor([[3.0, -8.0], [1.0, 8.0]])).exp(), expected)
 
 
-def test_a_class_without_a_training_row_has_no_probability():
+def test_a_class_without_training_rows_has_probability_0():
     probes = fit_logistic_probes(random(1, 20, 4), torch.arange(20) % 2 * 2, num_classes=3)
     found = head_of(probes, 0).log_proba(random(5, 4)).exp()
     assert (found[:, 1] == 0).all()
     np.testing.assert_allclose(found.sum(1), 1)
 
 
-def test_a_regression_gives_its_values():
+def test_a_regression_returns_its_values():
     weight, bias, mean, scale = random(3, 5, 2), random(3, 2), random(3, 5), random(3, 5).abs() + 0.5
     probes = RidgeProbes(weight, bias, mean, scale, torch.zeros(2), torch.ones(len(weight)))
     new, head = random(6, 5, seed=1), ProbeHead.from_probes(probes, REGRESSION, 2)
@@ -69,18 +69,18 @@ def test_a_regression_gives_its_values():
     np.testing.assert_allclose(head.outputs(new), rows @ weight[2].numpy() + bias[2].numpy(), rtol=1e-12)
 
 
-def test_a_layer_fitted_alone_stands_in_another_row():
+def test_a_head_of_a_layer_fitted_alone_equals_that_of_all_layers():
     features = random(4, 30, 5)
     everything = fit_logistic_probes(features, torch.arange(30) % 3)
-    alone = fit_logistic_probes(features[2:3], torch.arange(30) % 3)
-    head = ProbeHead.from_probes(alone, head_of(everything, 2).facts)
+    single = fit_logistic_probes(features[2:3], torch.arange(30) % 3)
+    head = ProbeHead.from_probes(single, head_of(everything, 2).facts)
     torch.testing.assert_close(head.weight, everything.weight[2])
     numbers = fit_ridge_probes(features[2:3], random(30, seed=2))
     assert torch.equal(ProbeHead.from_probes(numbers, REGRESSION).weight, numbers.weight[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_head_comes_back_from_disk_as_it_was(dtype, tmp_path):
+def test_a_head_is_equal_after_saving_and_loading(dtype, tmp_path):
     probes = fit_logistic_probes(random(3, 30, 5, dtype=dtype), torch.arange(30) % 3)
     head = head_of(probes, 1)
     head.save(tmp_path)
@@ -92,7 +92,7 @@ def test_a_head_comes_back_from_disk_as_it_was(dtype, tmp_path):
         assert torch.equal(one, other)
 
 
-def test_damaged_files_are_refused_in_a_sentence(tmp_path):
+def test_damaged_files_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match=r"expected an exported classifier in .*, found no probe\.json there"):
         ProbeHead.load(tmp_path)
     head_of(fit_logistic_probes(random(1, 30, 5), torch.arange(30) % 3), 0).save(tmp_path)

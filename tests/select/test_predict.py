@@ -1,4 +1,4 @@
-"""An exported classifier says what the probe says on the whole model's states."""
+"""An exported classifier gives the predictions of the probe on the states of the full model."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def exported(model, head, folder, tokenizer, batch, **options):
 @pytest.mark.parametrize(
     ("name", "pooling"), [("gpt2", "last"), ("llama", "mean"), ("bert", "cls"), ("gpt2_trunk", "last")]
 )
-def test_probabilities_are_the_probes_on_the_whole_models_features(name, pooling, tmp_path):
+def test_probabilities_equal_those_of_the_probe_on_the_features_of_the_full_model(name, pooling, tmp_path):
     model, spec = tiny(name, vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     found = features(model, [token_batch(text, max_tokens=12) for text in TEXTS], pooling)
     probes = probes_of(found)
@@ -41,21 +41,21 @@ def test_probabilities_are_the_probes_on_the_whole_models_features(name, pooling
     assert (expected[2] - expected[1]).abs().max() > 0.01
 
 
-def test_a_text_is_told_the_same_alone_and_in_any_company(tmp_path):
+def test_predictions_of_a_text_do_not_depend_on_the_other_texts_and_their_order(tmp_path):
     model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     probes = probes_of(features(model, [token_batch(text) for text in TEXTS]))
     folder = exported(model, head_of(probes, 1), tmp_path / "out", spec, token_batch(TEXTS[0]))
     classifier = load_classifier(folder, batch_size=3)
     together = classifier.probabilities(TEXTS)
-    alone = torch.cat([classifier.probabilities([text]) for text in TEXTS])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
+    separate = torch.cat([classifier.probabilities([text]) for text in TEXTS])
+    torch.testing.assert_close(together, separate, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(classifier.probabilities(TEXTS[::-1]), together.flip(0), rtol=1e-4, atol=1e-6)
     assert classifier.predict([]) == []
     assert classifier.probabilities([]).shape == (0, 3)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_images_are_told_by_their_pixels(pooling, tmp_path):
+def test_images_are_classified_by_their_pixels(pooling, tmp_path):
     model, batch = vit("deit_tiny_patch16_224", **VIT).eval(), tiny_batch("vit", batch=12)
     found = features(model, [{"pixel_values": row[None]} for row in batch["pixel_values"]], pooling)
     found = found + 1e-3 * torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
@@ -131,7 +131,7 @@ class Canary:
         return pytest.fail, ("code was run",)
 
 
-def test_parts_that_do_not_belong_together_and_pickles_are_refused(tmp_path):
+def test_a_probe_of_another_model_and_pickled_weights_are_refused(tmp_path):
     model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
     head = head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), 2)
     folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]))

@@ -1,4 +1,4 @@
-"""Sentence encoders are probed as their modules.json says."""
+"""Sentence encoders are probed with the pooling that their modules.json defines."""
 
 import json
 
@@ -8,11 +8,11 @@ from lit_layers.cli.main import main
 from tests.support.labelled_texts import labelled, saved_bert, write_banking77
 from tests.tasks.test_sentence_encoder import write_encoder
 
-pytestmark = pytest.mark.soak  # two selections
+pytestmark = pytest.mark.soak  # two runs of `select`
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_encoder_is_pooled_as_its_modules_say(pooling, tmp_path):
+def test_an_encoder_is_pooled_as_its_modules_define(pooling, tmp_path):
     saved_bert(tmp_path / "bert")
     modes = {"pooling_mode_cls_token": pooling == "cls", "pooling_mode_mean_tokens": pooling == "mean"}
     write_encoder(tmp_path / "bert", pooling=modes)
