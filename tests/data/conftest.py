@@ -1,4 +1,4 @@
-"""A small corpus of made-up prose, and token shards of it."""
+"""A small corpus of generated prose, and its token shards."""
 
 import json
 import random
@@ -31,5 +31,5 @@ def jsonl(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
-    """Shards of the small corpus; not to be written to."""
+    """Shards of the small corpus, which no test may change."""
     return prepare(str(jsonl), "bpe:300", tmp_path_factory.mktemp("made") / "shards", validation=0.2)

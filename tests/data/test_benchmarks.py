@@ -1,4 +1,4 @@
-"""Prompts of six benchmarks: in turn, the same rows for every model, in the tokens of its own tokenizer."""
+"""Prompts of six benchmarks, one from each in turn: the same rows for every model, as tokens of its tokenizer."""
 
 import re
 import shutil
@@ -29,13 +29,13 @@ def tokenizer(tmp_path_factory) -> str:
     return str(path)
 
 
-def test_the_prompts_come_from_the_six_in_turn_and_no_row_twice(folder):
+def test_the_prompts_come_from_the_six_benchmarks_in_turn_without_a_repeated_row(folder):
     texts = BenchmarkPrompts("unused", folder=str(folder), num_prompts=48).texts()
     assert [text.split()[0] for text in texts] == [*NAMES] * 8
     assert len(set(texts)) == 48  # all rows of all files
 
 
-def test_a_smaller_set_is_the_beginning_of_a_larger_one_and_the_seed_and_benchmark_decide_which_rows(folder):
+def test_a_smaller_set_is_the_beginning_of_a_larger_one_and_rows_depend_on_seed_and_benchmark(folder):
     def texts(num_prompts: int, seed: int = 0) -> list[str]:
         return BenchmarkPrompts("unused", folder=str(folder), num_prompts=num_prompts, seed=seed).texts()
 
@@ -43,11 +43,11 @@ def test_a_smaller_set_is_the_beginning_of_a_larger_one_and_the_seed_and_benchma
     for number in (1, 4, 6, 13):
         assert texts(number) == larger[:number]
     assert texts(40, seed=1) != larger
-    rows = [[text.split()[4] for text in larger[place::6]] for place in range(6)]
+    rows = [[text.split()[4] for text in larger[start::6]] for start in range(6)]
     assert len({tuple(row) for row in rows}) > 1, "all benchmarks draw the same rows"
 
 
-def test_each_prompt_is_a_batch_of_its_own_length_with_the_tokens_that_the_tokenizer_makes_of_it(folder, tokenizer):
+def test_each_prompt_is_a_batch_of_its_own_length_with_the_tokens_of_the_tokenizer(folder, tokenizer):
     prompts = BenchmarkPrompts(tokenizer, folder=str(folder), num_prompts=12)
     encode = Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
     batches = list(prompts)
@@ -63,13 +63,13 @@ def test_each_prompt_is_a_batch_of_its_own_length_with_the_tokens_that_the_token
     assert [batch["input_ids"].tolist() for batch in cut] == [batch["input_ids"][:, :5].tolist() for batch in batches]
 
 
-def test_the_hash_is_that_of_the_tokens_and_their_batches(folder, tokenizer):
-    def hash_of(**options) -> str:
+def test_the_hash_depends_on_the_tokens_and_their_batches(folder, tokenizer):
+    def digest(**options) -> str:
         return BenchmarkPrompts(tokenizer, folder=str(folder), **{"num_prompts": 12} | options).content_hash()
 
-    assert hash_of() == hash_of() == hash_of(max_tokens=500)  # nothing is cut
-    others = [hash_of(num_prompts=11), hash_of(max_tokens=5), hash_of(seed=1), hash_of(batch_size=2)]
-    assert len({hash_of(), *others}) == 5
+    assert digest() == digest() == digest(max_tokens=500)  # no prompt is cut
+    others = [digest(num_prompts=11), digest(max_tokens=5), digest(seed=1), digest(batch_size=2)]
+    assert len({digest(), *others}) == 5
 
 
 def test_blank_rows_are_left_out(tmp_path, tokenizer):
@@ -83,7 +83,7 @@ def test_blank_rows_are_left_out(tmp_path, tokenizer):
         BenchmarkPrompts(tokenizer, folder=str(tmp_path / "more"), num_prompts=16).texts()
 
 
-def test_a_column_that_is_missing_and_options_out_of_range_are_one_sentence(tmp_path, tokenizer):
+def test_a_missing_column_and_options_out_of_range_are_refused_in_one_sentence(tmp_path, tokenizer):
     path = write_benchmarks(tmp_path) / "benchmarks" / "hellaswag_validation.parquet"
     pq.write_table(pa.table({"words": ["a"]}), path)
     sentence = f"task hellaswag: text: {path} has no column 'query': it has words"
@@ -95,7 +95,7 @@ def test_a_column_that_is_missing_and_options_out_of_range_are_one_sentence(tmp_
             BenchmarkPrompts("unused", **{option: none})
 
 
-def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, tokenizer):
+def test_without_a_folder_the_data_sets_of_the_hub_are_loaded(monkeypatch, tokenizer):
     import datasets
 
     asked = []
@@ -120,7 +120,7 @@ def test_without_a_folder_the_data_sets_of_the_hub_are_asked_for(monkeypatch, to
 
 
 @pytest.mark.realdata
-def test_the_protocol_of_1200_prompts_comes_out_of_the_real_files(realdata, tokenizer):
+def test_the_real_files_give_the_1200_prompts_of_the_protocol(realdata, tokenizer):
     folder = realdata / "benchmarks"
     if not folder.is_dir():
         pytest.skip(f"no benchmarks in {realdata}")

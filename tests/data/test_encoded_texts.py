@@ -1,4 +1,4 @@
-"""Texts as token ids: those of the tokenizer one by one, in batches that hold every text once."""
+"""Texts as token ids: equal to the tokenizer's, in batches that hold every text once."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TEXTS = [text for text, _ in labelled(40)]
 
 
 @pytest.mark.parametrize("saved", [saved_gpt2, saved_bert])
-def test_ids_are_those_of_each_text_alone_without_its_end_where_it_is_too_long(saved, tmp_path):
+def test_ids_equal_those_of_each_text_alone_and_long_texts_are_truncated(saved, tmp_path):
     saved(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path)).tokenizer
     whole = [tokenizer.encode(text).ids for text in TEXTS]
@@ -33,7 +33,7 @@ def test_ids_are_those_of_each_text_alone_without_its_end_where_it_is_too_long(s
     assert free.content_hash() == encode_texts(str(tmp_path), TEXTS, max_tokens=100).content_hash()
 
 
-def test_batches_hold_every_text_once_longest_first_in_no_more_places_than_allowed(tmp_path):
+def test_batches_hold_every_text_once_longest_first_and_within_the_token_limit(tmp_path):
     saved_gpt2(tmp_path)
     texts = encode_texts(str(tmp_path), TEXTS, max_tokens=100)
     for max_tokens in (1, 30, 1000):
@@ -51,7 +51,7 @@ def test_batches_hold_every_text_once_longest_first_in_no_more_places_than_allow
         assert (np.diff(widths) <= 0).all()
 
 
-def test_a_text_without_a_token_and_a_limit_without_room_are_refused(tmp_path):
+def test_a_text_without_tokens_and_a_limit_below_the_special_tokens_are_refused(tmp_path):
     saved_gpt2(tmp_path / "gpt2")
     saved_bert(tmp_path / "bert")
     with pytest.raises(InputError, match=r"makes no token of text 1: use another, or drop the text"):

@@ -1,4 +1,4 @@
-"""Batches as other projects have them are the same batches, or are refused in a sentence."""
+"""Batches of other projects: any common form gives the same batches, and others are refused in one sentence."""
 
 import datasets
 import pytest
@@ -15,7 +15,7 @@ LABELS = torch.arange(20)
 IMAGES = torch.rand(6, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def joined(batches, name="input_ids"):
+def concatenate(batches, name="input_ids"):
     return torch.cat([batch[name] for batch in batches])
 
 
@@ -34,21 +34,21 @@ def test_token_ids_of_any_form_are_the_same_texts():
     ]
     for number, given in enumerate(cases):
         batches = to_batches(given)
-        assert torch.equal(joined(batches), IDS), number
-        assert joined(batches, "attention_mask").all(), number
+        assert torch.equal(concatenate(batches), IDS), number
+        assert concatenate(batches, "attention_mask").all(), number
         assert batches.content_hash() == to_batches(list(batches)).content_hash(), number
     other = IDS.clone()
     other[3, 4] += 1
     assert GivenBatches([IDS]).content_hash() != GivenBatches([other]).content_hash()
 
 
-def test_pairs_of_images_and_labels_are_images_with_labels():
+def test_pairs_of_images_and_labels_are_batches_of_labelled_images():
     batches = GivenBatches(DataLoader(TensorDataset(IMAGES, LABELS[:6]), batch_size=4))
-    assert torch.equal(joined(batches, "pixel_values"), IMAGES)
-    assert torch.equal(joined(batches, "labels"), LABELS[:6])
+    assert torch.equal(concatenate(batches, "pixel_values"), IMAGES)
+    assert torch.equal(concatenate(batches, "labels"), LABELS[:6])
 
 
-def test_rows_of_different_length_are_padded_and_their_own_padding_left_out():
+def test_existing_attention_masks_of_padded_rows_are_kept():
     texts = [[5, 6, 7], [8, 9, 0]]
     masks = [[1, 1, 1], [1, 1, 0]]
     (batch,) = GivenBatches(datasets.Dataset.from_dict({"input_ids": texts, "attention_mask": masks}))
@@ -58,10 +58,10 @@ def test_rows_of_different_length_are_padded_and_their_own_padding_left_out():
 
 def test_a_loader_that_shuffles_gives_the_same_batches_every_time():
     batches = GivenBatches(DataLoader(TensorDataset(IDS), batch_size=7, shuffle=True))
-    assert torch.equal(joined(batches), joined(batches))
+    assert torch.equal(concatenate(batches), concatenate(batches))
 
 
-def test_anything_else_and_a_whole_training_set_is_refused_in_a_sentence(monkeypatch):
+def test_other_forms_and_a_whole_training_set_are_refused_in_one_sentence(monkeypatch):
     cases = [
         ("text", "got a str"),
         ([], "at least one batch, got none"),

@@ -1,4 +1,4 @@
-"""Labelled image sets: read from every form they come in, and refused in a sentence where they are not right."""
+"""Labelled image sets: each supported format is read, and invalid data is refused in one sentence."""
 
 import io
 
@@ -44,7 +44,7 @@ def write_folders(root, size: int = 80, classes=("cat", "dog"), each: int = 2) -
 
 
 def write_arrays(folder, train: tuple, test: tuple) -> str:
-    """Images (images, height, width[, 3]) and labels of both splits as parquet files."""
+    """Write images (images, height, width[, 3]) and labels of both splits as parquet files."""
     for split, (images, labels) in {"train": train, "test": test}.items():
         write_parquet(folder, split, [encoded(image) for image in images], np.asarray(labels).tolist())
     return str(folder)
@@ -56,15 +56,15 @@ def small(source: ImageSource, split="train") -> SmallPictures:
     return pictures
 
 
-def test_every_fifth_digit_of_a_class_is_for_testing_and_no_pixel_is_lost():
+def test_every_fifth_digit_of_a_class_is_a_test_image_and_no_pixel_is_lost():
     source, digits = image_source("digits"), load_digits()
     train, test = small(source), small(source, "test")
     assert len(train) + len(test) == 1797
-    places: dict[int, int] = {}
+    num_seen: dict[int, int] = {}
     expected = {"train": [], "test": []}
     for index, label in enumerate(digits.target):
-        places[label] = places.get(label, 0) + 1
-        expected["test" if places[label] % 5 == 0 else "train"].append(index)
+        num_seen[label] = num_seen.get(label, 0) + 1
+        expected["test" if num_seen[label] % 5 == 0 else "train"].append(index)
     for name, pictures in (("train", train), ("test", test)):
         levels = digits.images[expected[name]]
         torch.testing.assert_close(pictures.pixels[:, 0].double() / 255 * 16, torch.tensor(levels), atol=0.04, rtol=0)
@@ -73,7 +73,7 @@ def test_every_fifth_digit_of_a_class_is_for_testing_and_no_pixel_is_lost():
     assert source.classes == tuple("0123456789")
 
 
-def test_parquet_files_give_the_images_that_went_in_and_large_ones_stay_encoded(tmp_path):
+def test_parquet_files_give_their_original_images_and_large_ones_stay_encoded(tmp_path):
     images, labels = pixels(), np.arange(9) % CLASSES
     source = image_source(write_arrays(tmp_path / "small", (images, labels), (images, labels)))
     source.check()
@@ -109,27 +109,27 @@ def test_equal_images_have_equal_hashes_and_one_pixel_changes_them(tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def refused(source: ImageSource) -> str:
+def refusal(source: ImageSource) -> str:
     with pytest.raises(InputError) as raised:
         source.check()
     return str(raised.value)
 
 
-def test_what_is_wrong_with_a_folder_is_named(tmp_path):
+def test_the_error_of_a_folder_names_its_defect(tmp_path):
     write_folders(tmp_path)
     (tmp_path / "train" / "cat" / "0.png").write_bytes(b"no image")
     with pytest.raises(InputError, match="cat/0.png is no image that can be"):
         image_source(str(tmp_path)).train.picture(0)
     (tmp_path / "train" / "dog").rename(tmp_path / "train" / "emu")
-    assert "class 'dog' is not in both train and" in refused(image_source(str(tmp_path)))
+    assert "class 'dog' is not in both train and" in refusal(image_source(str(tmp_path)))
     for file in (tmp_path / "val" / "dog").iterdir():
         file.unlink()
-    assert "no valid file for the classes dog" in refused(image_source(str(tmp_path)))
+    assert "no valid file for the classes dog" in refusal(image_source(str(tmp_path)))
     (tmp_path / "val").rename(tmp_path / "other")
-    assert "expected a folder val (or test) beside train" in refused(image_source(str(tmp_path)))
+    assert "expected a folder val (or test) beside train" in refusal(image_source(str(tmp_path)))
 
 
-def test_what_is_wrong_with_a_table_is_named(tmp_path):
+def test_the_error_of_a_table_names_its_defect(tmp_path):
     cases = [
         ([0, 1, 2], [0, 1, 1], ("image", "label"), "class '2' is not in both splits"),
         ([0, 2, 2], [0, 2, 2], ("image", "label"), "class '1' is not in both splits"),
@@ -142,10 +142,10 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path):
     for number, (train, test, columns, sentence) in enumerate(cases):
         write_parquet(tmp_path / str(number), "train", images, train, columns)
         write_parquet(tmp_path / str(number), "test", images, test, columns)
-        assert sentence in refused(image_source(str(tmp_path / str(number))))
+        assert sentence in refusal(image_source(str(tmp_path / str(number))))
 
 
-def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
+def test_a_row_with_an_unreadable_image_or_another_size_is_named(tmp_path):
     images = [encoded(image) for image in pixels(3)]
     write_parquet(tmp_path / "broken", "train", [images[0], images[1][:40], images[2]], [0, 1, 2])
     with pytest.raises(InputError, match="row 1 of .*broken is no image that can be read"):
@@ -155,7 +155,7 @@ def test_a_row_that_is_no_image_or_of_another_size_is_named(tmp_path):
         _ = image_source(str(tmp_path / "odd")).train
 
 
-def test_what_is_no_source_no_parquet_file_or_no_split_is_refused(tmp_path):
+def test_an_unknown_source_a_damaged_file_and_a_missing_split_are_refused(tmp_path):
     for name in ("cifar11", "/nowhere/images", "./nowhere"):
         with pytest.raises(InputError, match="expected digits, cifar10, cifar100, an existing path or ORG/NAME"):
             image_source(name)
@@ -171,7 +171,7 @@ def test_what_is_no_source_no_parquet_file_or_no_split_is_refused(tmp_path):
         image_source(str(tmp_path / "half" / "train-00000-of-00001.parquet"))
 
 
-def rows_of_the_hub(images: np.ndarray, labels: list[int]):
+def hub_rows(images: np.ndarray, labels: list[int]):
     features = datasets.Features({"img": datasets.Image(), "fine_label": datasets.ClassLabel(names=["x", "y", "z"])})
     content = {"img": [{"bytes": encoded(image), "path": None} for image in images], "fine_label": labels}
     return datasets.Dataset.from_dict(content, features=features)
@@ -183,7 +183,7 @@ def test_a_data_set_of_the_hub_gives_its_held_out_split_and_class_names(monkeypa
     def load(path, config):
         asked.append((path, config))
         parts = {"train": (0, [2, 1, 0]), "validation": (1, [0, 1, 2]), "test": (2, [0, 0, 0])}
-        return {name: rows_of_the_hub(pixels(3, seed=seed), labels) for name, (seed, labels) in parts.items()}
+        return {name: hub_rows(pixels(3, seed=seed), labels) for name, (seed, labels) in parts.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = image_source("some/images:fine")
@@ -197,7 +197,7 @@ def test_a_data_set_of_the_hub_gives_its_held_out_split_and_class_names(monkeypa
 EVERY_MODE = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16", "LAB")
 
 
-def test_every_kind_of_pixels_is_converted_or_refused_by_name():
+def test_every_pixel_mode_is_converted_or_refused_by_name():
     levels = np.array([[0, 255], [85, 170]], dtype=np.uint8)
     for mode in EVERY_MODE:
         image = Image.new(mode, (2, 2)) if mode in ("LAB", "I;16") else Image.fromarray(levels).convert(mode)
@@ -211,7 +211,7 @@ def test_every_kind_of_pixels_is_converted_or_refused_by_name():
         assert np.array_equal(np.asarray(decoded(raw.getvalue(), "x")), np.stack([expected] * 3, -1)), mode
 
 
-def test_an_image_is_upright_as_datasets_has_it_and_without_transparency():
+def test_an_image_is_rotated_as_datasets_does_and_loses_its_transparency():
     rng = np.random.default_rng(0)
     for orientation in range(1, 9):
         image, raw = Image.fromarray(rng.integers(0, 256, (4, 6, 3), dtype=np.uint8)), io.BytesIO()

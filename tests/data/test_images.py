@@ -1,4 +1,4 @@
-"""Images to measure on: fixed, normalised, and told apart by their hash."""
+"""Images for analyses: a fixed set, normalised and identified by its hash."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_batches_hold_normalised_images_of_the_test_split_with_their_labels():
     together = torch.cat([batch["pixel_values"] for batch in batches])
     assert together.shape == (10, 3, 8, 8)
     assert together.dtype == torch.float32
-    # Each is found among the test digits, by its pixels as scikit-learn gives them, with its label.
+    # Find each image among the test digits of scikit-learn by its pixels, and compare its label.
     digits = load_digits()
     pictures = image_source("digits").train
     train = pictures.pixels[:, 0].numpy().astype(np.float64) / 255
@@ -31,7 +31,7 @@ def test_batches_hold_normalised_images_of_the_test_split_with_their_labels():
         assert digits.target[found] == label
 
 
-def test_imagenet_normalisation_is_that_of_the_formula():
+def test_imagenet_normalisation_equals_its_formula():
     pixels = image_source("digits").test.pixels.double() / 255
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))[:5]
     found = EvalImages("digits", num_images=5, normalisation="imagenet").images()[0]
@@ -39,12 +39,12 @@ def test_imagenet_normalisation_is_that_of_the_formula():
         torch.testing.assert_close(found[:, channel].double(), (pixels[order, channel] - mean) / std, atol=1e-6, rtol=0)
 
 
-def test_a_larger_set_begins_with_a_smaller_one_and_the_hash_tells_sets_apart():
+def test_a_larger_set_begins_with_a_smaller_one_and_sets_have_different_hashes():
     small, large = EvalImages("digits", num_images=7), EvalImages("digits", num_images=20)
     assert torch.equal(large.images()[0][:7], small.images()[0])
     before = small.content_hash()
     for batch in small:
-        batch["pixel_values"].zero_()  # leaves the set as it is
+        batch["pixel_values"].zero_()  # must not change the set
     assert small.content_hash() == before
     options = [{}, {"seed": 1}, {"split": "train"}, {"batch_size": 3}, {"normalisation": "half"}]
     hashes = [EvalImages("digits", num_images=7, **each).content_hash() for each in options]
@@ -59,7 +59,7 @@ def test_large_images_keep_the_centre_of_their_shorter_side(tmp_path):
     pictures = image_source(str(tmp_path)).test
     order = torch.randperm(4, generator=torch.Generator().manual_seed(0))
     assert labels.tolist() == pictures.labels[order].tolist()
-    # 112 / 0.875 = 128: no resizing, the middle 112 pixels of 128.
+    # 112 / 0.875 = 128, so nothing is resized and the central 112 of 128 pixels remain.
     expected = np.asarray(Image.open(pictures.rows(int(order[0]))))[8:120, 8:120].astype(np.float64) / 127.5 - 1
     torch.testing.assert_close(found[0].double(), torch.from_numpy(expected).permute(2, 0, 1), atol=1e-6, rtol=0)
 
@@ -70,7 +70,7 @@ def test_resizing_keeps_a_constant_image_constant():
     assert resized(image, 8) is image
 
 
-def test_more_images_than_there_are_none_and_unknown_statistics_are_refused(tmp_path):
+def test_too_many_images_no_images_and_unknown_statistics_are_refused(tmp_path):
     with pytest.raises(InputError, match="num_images: expected at least 1, got 0"):
         EvalImages("digits", num_images=0)
     write_folders(tmp_path)

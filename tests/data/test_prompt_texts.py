@@ -1,4 +1,4 @@
-"""Texts of an analysis: given, of a task, of a corpus; and as padded batches."""
+"""Texts of an analysis, from the user, a task or a corpus, and as padded batches."""
 
 import json
 from pathlib import Path
@@ -27,16 +27,16 @@ TEXTS = [text for text, _ in labelled(12)]
 DEV: Any = "dev"
 
 
-def test_given_texts_are_told_by_their_hash_and_not_by_their_words():
+def test_the_description_of_given_texts_has_their_hash_and_not_their_words():
     texts = GivenTexts(TEXTS)
     assert list(texts.texts()) == TEXTS
-    told = json.dumps(describe(texts))
-    assert TEXTS[0] not in told
-    assert texts.content_hash() in told
+    described = json.dumps(describe(texts))
+    assert TEXTS[0] not in described
+    assert texts.content_hash() in described
     assert texts.content_hash() != GivenTexts(TEXTS[:11]).content_hash() != GivenTexts(TEXTS[1:]).content_hash()
 
 
-def test_texts_without_words_without_classes_and_options_out_of_range_are_refused(tmp_path):
+def test_empty_texts_unlabelled_texts_and_options_out_of_range_are_refused(tmp_path):
     cases = [
         (lambda: GivenTexts([]), "texts: expected at least one text, got none"),
         (lambda: GivenTexts(["one", " \n"]), r"texts: expected a text with words, text 1 is ' \\n': leave it out"),
@@ -57,7 +57,7 @@ def test_texts_without_words_without_classes_and_options_out_of_range_are_refuse
             list(LabelledTexts(texts, str(tmp_path / "model")))
 
 
-def test_texts_of_a_task_are_those_of_its_part_and_fewer_are_some_of_them(tmp_path):
+def test_texts_of_a_task_come_from_its_split_and_a_smaller_number_is_a_subset(tmp_path):
     folder = str(write_banking77(tmp_path, labelled(60), labelled(30, first=60)))
     whole = TaskTexts("banking77", folder=folder)
     assert list(whole.texts()) == [text for text, _ in labelled(30, first=60)]
@@ -75,22 +75,22 @@ def test_labelled_texts_are_text_batches_with_the_class_of_each_text(tmp_path):
     task = write_banking77(tmp_path, labelled(60), rows)
     texts = TaskTexts("banking77", folder=str(task), num_texts=11)
     batches = LabelledTexts(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
-    alone = TextBatches(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
-    for with_labels, without in zip(batches, alone, strict=True):
+    unlabelled = TextBatches(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
+    for with_labels, without in zip(batches, unlabelled, strict=True):
         labels = with_labels.pop("labels")
         assert labels.dtype == torch.int64
         assert labels.shape == (len(without["input_ids"]),)
         assert all(torch.equal(with_labels[name], without[name]) for name in without)
     classes = find_task("banking77").load(str(task)).classes or ()
-    told = [classes[label] for batch in batches for label in batch["labels"]]
-    assert told == [dict(rows)[text] for text in texts.texts()]
-    # Other labels are other data, though the texts are the same.
+    described = [classes[label] for batch in batches for label in batch["labels"]]
+    assert described == [dict(rows)[text] for text in texts.texts()]
+    # Other labels are other data, although the texts are the same.
     swapped = LabelledTexts(texts, str(tmp_path / "model"), max_tokens=30, batch_size=4)
     swapped._classes = batches._classes.flip(0)
-    assert len({batches.content_hash(), swapped.content_hash(), alone.content_hash()}) == 3
+    assert len({batches.content_hash(), swapped.content_hash(), unlabelled.content_hash()}) == 3
 
 
-def test_text_batches_hold_each_text_in_its_order_padded_on_the_right(tmp_path):
+def test_text_batches_hold_each_text_in_order_padded_on_the_right(tmp_path):
     saved_bert(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path)).tokenizer
     batches = TextBatches(GivenTexts(TEXTS), str(tmp_path), max_tokens=30, batch_size=5)
@@ -109,7 +109,7 @@ def test_text_batches_hold_each_text_in_its_order_padded_on_the_right(tmp_path):
 
 
 def write_shards(folder: Path, documents: list[str], tokenizer: TextTokenizer) -> tuple[str, str]:
-    """A corpus of these documents, prepared; where it and its tokenizer lie."""
+    """Prepare a corpus of these documents and return the paths of its shards and its tokenizer."""
     for number, text in enumerate(documents):
         (folder / "corpus").mkdir(exist_ok=True)
         (folder / "corpus" / f"{number:02d}.txt").write_text(text)
@@ -121,27 +121,27 @@ def write_shards(folder: Path, documents: list[str], tokenizer: TextTokenizer) -
 WINDOWS: dict[str, Any] = {"split": "train", "num_tokens": 20, "seed": 3}
 
 
-def test_windows_of_a_corpus_are_turned_back_into_their_text(tmp_path):
+def test_windows_of_a_corpus_are_decoded_to_their_text(tmp_path):
     documents = [" ".join(f"{text} and {number + index}" for index, text in enumerate(TEXTS)) for number in range(30)]
     tokenizer = train_bpe(TEXTS * 3, 300)
-    place = write_shards(tmp_path, documents, tokenizer)
-    texts = CorpusTexts(*place, num_texts=9, **WINDOWS)
-    windows = EvalText(*place, num_sequences=9, **WINDOWS).windows()
+    paths = write_shards(tmp_path, documents, tokenizer)
+    texts = CorpusTexts(*paths, num_texts=9, **WINDOWS)
+    windows = EvalText(*paths, num_sequences=9, **WINDOWS).windows()
     assert list(texts.texts()) == [tokenizer.tokenizer.decode(ids) for ids in windows.tolist()]
     assert all(any(text in document for document in documents) for text in texts.texts())
-    assert texts.content_hash() == CorpusTexts(*place, num_texts=9, **WINDOWS).content_hash()
+    assert texts.content_hash() == CorpusTexts(*paths, num_texts=9, **WINDOWS).content_hash()
 
 
-def test_a_window_without_a_word_is_passed_over_and_too_many_are_refused(tmp_path):
-    """Of source code some windows are indents alone, and nobody can leave out a text that is drawn."""
+def test_a_window_without_words_is_skipped_and_too_many_windows_are_refused(tmp_path):
+    """Some windows of source code have only indentation, and the user cannot leave out a text that is drawn."""
     tokenizer = train_bpe([*TEXTS, "\n \t"], 270)
     documents = [TEXTS[0] + 200 * "\n \t" + f"{TEXTS[1]} {number}" for number in range(30)]
-    place = write_shards(tmp_path, documents, tokenizer)
-    windows = EvalText(*place, num_sequences=400, **WINDOWS).windows()
+    paths = write_shards(tmp_path, documents, tokenizer)
+    windows = EvalText(*paths, num_sequences=400, **WINDOWS).windows()
     drawn = [tokenizer.tokenizer.decode(ids) for ids in windows.tolist()]
     assert any(not text.strip() for text in drawn[:9]), "else this shows nothing"
-    texts = CorpusTexts(*place, num_texts=9, **WINDOWS).texts()
+    texts = CorpusTexts(*paths, num_texts=9, **WINDOWS).texts()
     assert list(texts) == [text for text in drawn if text.strip()][:9]
     refused = r"the train split of .* has [0-9]+ windows with words, expected 399: ask for fewer"
     with pytest.raises(InputError, match=refused):
-        CorpusTexts(*place, num_texts=399, **WINDOWS).texts()
+        CorpusTexts(*paths, num_texts=399, **WINDOWS).texts()

@@ -18,7 +18,7 @@ def copied(made, tmp_path):
 
 
 def expected_documents(texts: list[str], tokenizer: Tokenizer, split: str) -> list[list[int]]:
-    """What the shards must hold, by another way: one text at a time, split by the hash of its bytes."""
+    """Compute the documents of the shards in another way: one text at a time, split by the hash of its bytes."""
     documents = []
     for text in texts:
         value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") / 2**64
@@ -27,7 +27,7 @@ def expected_documents(texts: list[str], tokenizer: Tokenizer, split: str) -> li
     return documents
 
 
-def test_the_tokens_are_the_documents_one_after_the_other_each_closed_by_the_end_of_text(made, texts):
+def test_the_tokens_are_the_documents_in_order_each_followed_by_the_end_of_text(made, texts):
     tokenizer = Tokenizer.from_file(str(made.tokenizer_path / "tokenizer.json"))
     for split in ("train", "validation"):
         documents = expected_documents(texts, tokenizer, split)
@@ -36,16 +36,16 @@ def test_the_tokens_are_the_documents_one_after_the_other_each_closed_by_the_end
         assert starts == [sum(map(len, documents[:index])) for index in range(len(documents))]
         assert made.num_documents(split) == len(documents)
         assert made.num_tokens(split) == len(made.tokens(split))
-        # as nanoGPT reads them: `np.memmap(os.path.join(data_dir, 'train.bin'), dtype=np.uint16, mode='r')`
+        # nanoGPT reads the files as `np.memmap(os.path.join(data_dir, 'train.bin'), dtype=np.uint16, mode='r')`.
         file = made.folder / {"train": "train.bin", "validation": "val.bin"}[split]
         assert np.array_equal(np.memmap(file, dtype=np.uint16, mode="r"), made.tokens(split))
 
 
-def test_the_narrowest_type_that_holds_every_id_is_taken():
+def test_the_smallest_type_that_holds_every_id_is_used():
     assert [token_dtype(size).name for size in (257, 65536, 65537)] == ["uint16", "uint16", "uint32"]
 
 
-def test_the_header_tells_counts_hashes_and_the_size_of_the_text(made, texts):
+def test_the_header_has_counts_hashes_and_the_size_of_the_text(made, texts):
     header = made.header
     assert header["dtype"] == "uint16"
     assert header["vocab_size"] == 300
@@ -56,7 +56,7 @@ def test_the_header_tells_counts_hashes_and_the_size_of_the_text(made, texts):
         assert header["files"][name] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def test_shards_pass_a_full_check_and_travel_small(made):
+def test_shards_pass_a_full_check_and_their_pickle_is_small(made):
     assert TokenShards.open(made.folder) == made
     assert len(pickle.dumps(made)) < 10_000
 

@@ -21,24 +21,24 @@ def documents(shards, split: str = "train") -> list[list[int]]:
 
 
 def all_windows(shards, size: int, split: str = "train") -> list[tuple[int, ...]]:
-    """Every window there is, cut by hand: within a document, from its first token on, the rest thrown away."""
+    """Return every window: within a document, from its first token on, without the incomplete rest."""
     return [tuple(d[i : i + size]) for d in documents(shards, split) for i in range(0, len(d) - size + 1, size)]
 
 
-def test_all_windows_together_are_the_documents_cut_by_hand(made):
+def test_all_windows_together_equal_the_documents_cut_by_hand(made):
     expected = all_windows(made, 12)
     windows = make(made, num_sequences=len(expected)).windows()
     assert sorted(map(tuple, windows.tolist())) == sorted(expected)
 
 
-def test_a_drawn_window_lies_inside_one_document_and_none_is_drawn_twice(made):
+def test_a_drawn_window_is_inside_one_document_and_none_is_drawn_twice(made):
     positions = {window: index for index, window in enumerate(all_windows(made, 12))}
     drawn = [positions[tuple(row)] for row in make(made).windows().tolist()]
     assert len(set(drawn)) == 20
     assert made.header["end_of_text_id"] not in make(made).windows()
 
 
-def test_batches_are_int64_with_a_full_mask_and_the_same_on_a_second_walk(made):
+def test_batches_are_int64_with_a_full_mask_and_equal_on_a_second_iteration(made):
     text = make(made)
     assert [batch["input_ids"].shape for batch in text] == [(8, 12), (8, 12), (4, 12)]
     assert len(text) == 3
@@ -56,7 +56,7 @@ def test_more_sequences_keep_the_earlier_ones_and_another_seed_draws_others(made
     assert not torch.equal(make(made, seed=1).windows(), few)
 
 
-def test_shares_of_documents_that_do_not_overlap_have_no_document_in_common(made):
+def test_disjoint_shares_of_documents_have_no_document_in_common(made):
     total = documents(made)
     half = len(total) // 2
     first = all_windows(made, 12)[: sum(len(d) // 12 for d in total[:half])]
@@ -67,7 +67,7 @@ def test_shares_of_documents_that_do_not_overlap_have_no_document_in_common(made
     assert sorted(map(tuple, torch.cat([low, high]).tolist())) == sorted(all_windows(made, 12))
 
 
-def test_the_content_hash_sees_the_data_and_the_batches(made):
+def test_the_content_hash_depends_on_the_data_and_the_batches(made):
     options = [{}, {"seed": 1}, {"num_tokens": 13}, {"batch_size": 4}, {"num_sequences": 19}]
     assert len({make(made, **each).content_hash() for each in options}) == 5
     assert make(made).content_hash() == make(made).content_hash()
@@ -82,13 +82,13 @@ def test_too_few_windows_are_refused_with_their_number(made):
         make(made, num_tokens=5000).windows()
 
 
-def test_each_window_knows_its_document(made):
+def test_origins_give_the_document_of_each_window(made):
     text, whole = make(made), [found for found in documents(made) if len(found) >= 12]
     for window, number in zip(text.windows().tolist(), text.origins().tolist(), strict=True):
         assert " ".join(map(str, window)) in " ".join(map(str, whole[number]))
 
 
-def test_making_one_reads_nothing():
+def test_the_constructor_reads_nothing():
     text = EvalText("no such corpus", "no such tokenizer")
     assert len(text) == 4
     with pytest.raises(InputError, match="no corpus"):

@@ -25,13 +25,13 @@ def ids(source, split):
 
 
 def held_out(name: str, share: float) -> bool:
-    """The rule of the split, written a second time: the first 64 bits of BLAKE2b, little-endian, as a fraction."""
+    """Compute the split rule independently: the first 64 bits of BLAKE2b, little-endian, as a fraction."""
     value = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     return value / 2**64 < share
 
 
 def write_library(root: Path, num_files: int = 120) -> Path:
-    """A stand-in for a standard library, just large enough."""
+    """Write a stand-in for a standard library that is just large enough."""
     for index in range(num_files):
         path = root / f"package{index % 7}" / f"module{index}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def write_library(root: Path, num_files: int = 120) -> Path:
     return root
 
 
-def test_the_embedded_corpus_holds_sources_and_topics_and_holds_out_a_tenth_by_their_paths():
+def test_the_embedded_corpus_has_sources_and_topics_and_a_tenth_is_held_out_by_path():
     source: Any = open_source("python")
     train, validation = dict(source.documents("train")), dict(source.documents("validation"))
     documents = train | validation
@@ -54,7 +54,7 @@ def test_the_embedded_corpus_holds_sources_and_topics_and_holds_out_a_tenth_by_t
     assert documents["argparse.py"] == (root / "argparse.py").read_text(encoding="utf-8")
 
 
-def test_the_split_of_a_library_does_not_depend_on_where_it_lies(tmp_path):
+def test_the_split_of_a_library_does_not_depend_on_its_path(tmp_path):
     first = PythonSources(validation=0.3, root=write_library(tmp_path / "a"))
     second = PythonSources(validation=0.3, root=write_library(tmp_path / "b" / "c"))
     assert first.describe() == second.describe()
@@ -75,7 +75,7 @@ def test_a_separator_line_divides_a_text_file(tmp_path):
     assert blank == ["one", "still one\n<|endoftext|>\ntwo\n<|endoftext|>"]
 
 
-def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_their_names(tmp_path):
+def test_every_text_file_of_a_folder_is_a_document_in_the_order_of_names(tmp_path):
     for name in ("b.txt", "a.txt", "c/d.txt", ".hidden/e.txt", "notes.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"I am {name}\n")
@@ -90,7 +90,7 @@ def test_a_very_long_text_document_is_cut_at_line_ends(tmp_path, monkeypatch):
     assert pieces == ["line 0\nline 1\nline 2", "line 3\nline 4\nline 5", "line 6\nline 7\nline 8"]
 
 
-def test_files_of_all_kinds_are_read_in_the_order_of_their_names(tmp_path):
+def test_files_of_all_formats_are_read_in_the_order_of_names(tmp_path):
     texts = [f"document {index} ünicode" for index in range(23)]
     pq.write_table(pa.table({"id": range(24), "text": [*texts, None]}), tmp_path / "a.parquet", row_group_size=5)
     rows = [*(text + " b" for text in texts), None]
@@ -107,7 +107,7 @@ def write_named(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-def test_files_named_after_splits_are_those_splits_and_others_are_one_stream(tmp_path):
+def test_files_named_after_splits_are_these_splits_and_others_are_one_stream(tmp_path):
     pairs = [("train", "validation"), ("train-00000", "val"), ("train/x", "dev/x"), ("train_a", "valid.1")]
     for number, (train, validation) in enumerate(pairs):
         folder = write_named(tmp_path / str(number), train, validation, "test")
@@ -121,7 +121,7 @@ def test_files_named_after_splits_are_those_splits_and_others_are_one_stream(tmp
         assert open_source(write_named(tmp_path / "-".join(names), *names)).splits == (None,)
 
 
-def test_a_corpus_that_is_not_there_and_a_share_out_of_range_are_refused(tmp_path, monkeypatch):
+def test_a_missing_corpus_and_a_share_out_of_range_are_refused(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("No corpus, though it lies in the working directory.")
     monkeypatch.chdir(tmp_path)
     for spec in ("", " ", "nowhere", "missing/file.txt", "/no/such/folder", "a/b/c"):
@@ -137,7 +137,7 @@ def read_all(path: Path, **options) -> list[str]:
     return list(LocalText(path, **options).read(None))
 
 
-def test_damaged_text_is_named_with_its_place(tmp_path):
+def test_damaged_text_is_reported_with_its_position(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
     (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
     (tmp_path / "c.jsonl").write_text('{"body": "good", "id": 1}\n')
@@ -159,7 +159,7 @@ def test_damaged_text_is_named_with_its_place(tmp_path):
             read_all(tmp_path / name, **options)
 
 
-def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_a_question_mark(tmp_path):
+def test_a_byte_order_mark_is_removed_and_half_a_surrogate_pair_is_a_question_mark(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\n<|endoftext|>\ntwo \xef\xbb\xbf")
     (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "a\\ud800b"}\n')
     assert read_all(tmp_path / "a.txt") == ["one", "two \ufeff"]
@@ -168,10 +168,10 @@ def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_a_question_ma
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Stands in for the Hub: parquet files on disk, streamed by the real `datasets`."""
+    """A stand-in for the Hub: parquet files on disk, streamed by the real `datasets`."""
     import datasets
 
-    real, seen = datasets.load_dataset, SimpleNamespace(folders=[], listed={})  # by revision the files that it lists
+    real, seen = datasets.load_dataset, SimpleNamespace(folders=[], listed={})  # files of each revision
 
     def make(**splits: list[list[str]]) -> SimpleNamespace:
         files = {split: [str(tmp_path / f"{split}-{n}.parquet") for n in range(len(splits[split]))] for split in splits}
@@ -197,7 +197,7 @@ def hub(tmp_path, monkeypatch):
     return make
 
 
-def test_the_rows_of_the_hub_come_in_the_order_of_its_files(hub):
+def test_rows_of_the_hub_come_in_the_order_of_its_files(hub):
     hub(train=[[f"document {index} of part {part}" for index in range(7)] for part in range(2)])
     source = open_source("some/corpus", validation=0.25)
     source.pin()
@@ -205,7 +205,7 @@ def test_the_rows_of_the_hub_come_in_the_order_of_its_files(hub):
     assert list(source.read(None))[6:8] == ["document 6 of part 0", "document 0 of part 1"]
 
 
-def test_two_revisions_of_a_data_set_have_tokens_of_their_own(hub, tmp_path, monkeypatch):
+def test_two_revisions_of_a_data_set_have_different_tokens(hub, tmp_path, monkeypatch):
     hub(train=[[f"old {n}" for n in range(400)]])
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     first = prepared("some/corpus", "bpe:280", cache=tmp_path / "cache")
@@ -222,20 +222,20 @@ def test_two_revisions_of_a_data_set_have_tokens_of_their_own(hub, tmp_path, mon
 CONVERTED = "refs/convert/parquet"
 
 
-def test_a_data_set_that_is_a_program_is_read_from_the_hubs_conversion(hub):
+def test_a_data_set_with_a_script_is_read_from_the_parquet_conversion_of_the_hub(hub):
     stand_in = hub(train=[["a", "b"]])
     source = open_source(f"some/corpus@{CONVERTED}:en")
     source.pin()
     assert [*source.read(None)] == ["a", "b"]
     assert (source.revision, {*stand_in.folders}) == (f"commit of {CONVERTED}", {"en"})
-    for part in ("partial-train", "partial/train"):  # as the Hub calls it, and as it did until 2023
+    for part in ("partial-train", "partial/train"):  # the Hub's present name, and the one until 2023
         stand_in.listed = {CONVERTED: [f"en/{part}/0000.parquet", "en/test/0000.parquet"]}
         with pytest.raises(InputError, match="has converted only a part of some/corpus"):
             open_source(f"some/corpus@{CONVERTED}:en").pin()
 
 
 @pytest.mark.soak
-def test_openwebtext_as_the_hub_has_it_is_read_by_the_real_client(tmp_path):
+def test_openwebtext_is_read_by_the_real_client_as_the_hub_stores_it(tmp_path):
     repo = tmp_path / "hub" / "datasets" / "Skylion007" / "openwebtext"
     (repo / "main").mkdir(parents=True)
     (repo / "main" / "openwebtext.py").write_text("raise SystemExit('a program was run')\n")
@@ -262,7 +262,7 @@ def article(index: int) -> list[str]:
     return ["", f" = Title {index} = \n", "", f" Words of {index} . \n", "", " = = Part = = \n", "", " a = b \n"]
 
 
-def test_the_lines_of_wikitext_are_gathered_into_articles(hub):
+def test_lines_of_wikitext_are_joined_to_articles(hub):
     lines = [line for index in range(5) for line in article(index)]
     hub(train=[lines[:13], lines[13:]], validation=[article(9)])
     source = open_source("wikitext")
@@ -272,7 +272,7 @@ def test_the_lines_of_wikitext_are_gathered_into_articles(hub):
     assert titled == [f" = Title {index} = \n Words of {index} . \n = = Part = = \n a = b \n" for index in range(5)]
 
 
-def test_what_the_hub_does_not_have_is_named(hub):
+def test_missing_data_of_the_hub_is_reported(hub):
     hub(train=[["a"]], validation=[["b"]])
     with pytest.raises(InputError, match=r"'some/corpus' is no local path and .* BuilderConfig 'other' not found"):
         open_source("some/corpus:other").pin()

@@ -16,17 +16,17 @@ from lit_layers.data.tokenization import (
 from lit_layers.errors import InputError
 
 
-def test_a_trained_tokenizer_has_the_size_asked_for_and_reads_back_any_text(texts):
+def test_a_trained_tokenizer_has_the_requested_size_and_decodes_any_text(texts):
     trained = train_bpe(texts, 300)
     assert trained.vocab_size == 300
     assert (trained.end_of_text, trained.end_of_text_id) == (END_OF_TEXT, 0)
     odd = "tabs\t\r\n  spaces \x00 日本 🙂"
     assert trained.tokenizer.decode(trained.tokenizer.encode(odd).ids) == odd
-    long = train_bpe(["ab" * 1500] * 3, 258)  # read in pieces of 1,000 characters, in which "ab" is the commonest pair
+    long = train_bpe(["ab" * 1500] * 3, 258)  # read in pieces of 1,000 characters, in which "ab" is most frequent
     assert json.loads(long.tokenizer.to_str())["model"]["merges"] == [["a", "b"]]
 
 
-def test_a_size_that_is_none_and_a_corpus_too_small_for_it_are_refused():
+def test_an_invalid_size_and_a_corpus_too_small_for_it_are_refused():
     for spec in ("bpe:", "bpe:many"):
         with pytest.raises(InputError, match=r"expected bpe:SIZE with a size over 256"):
             bpe_size(spec)
@@ -35,7 +35,7 @@ def test_a_size_that_is_none_and_a_corpus_too_small_for_it_are_refused():
         train_bpe(["abab abab"], 2000)
 
 
-def test_a_saved_tokenizer_is_one_that_transformers_opens(texts, tmp_path):
+def test_transformers_opens_a_saved_tokenizer(texts, tmp_path):
     from transformers import AutoTokenizer, GPT2Config
 
     trained = train_bpe(texts, 300)
@@ -47,7 +47,7 @@ def test_a_saved_tokenizer_is_one_that_transformers_opens(texts, tmp_path):
     assert len(opened) == 300
 
 
-def test_a_tokenizer_saved_and_loaded_by_folder_or_file_is_the_same_one(texts, tmp_path):
+def test_a_saved_tokenizer_is_the_same_when_loaded_by_folder_or_file(texts, tmp_path):
     trained = train_bpe(texts, 300)
     save_tokenizer(trained, tmp_path)
     for path in (tmp_path, tmp_path / "tokenizer.json"):
@@ -55,7 +55,7 @@ def test_a_tokenizer_saved_and_loaded_by_folder_or_file_is_the_same_one(texts, t
     assert tokenizer_hash(train_bpe(texts, 301).tokenizer) != tokenizer_hash(trained.tokenizer)
 
 
-def test_the_hash_sees_what_decides_ids_and_not_how_a_tokenizer_is_written(texts):
+def test_the_hash_depends_only_on_what_changes_the_ids(texts):
     tokenizer = train_bpe(texts, 300).tokenizer
     parts, before = json.loads(tokenizer.to_str()), tokenizer_hash(tokenizer)
     parts["pre_tokenizer"]["trim_offsets"] = False
@@ -67,7 +67,7 @@ def test_the_hash_sees_what_decides_ids_and_not_how_a_tokenizer_is_written(texts
     assert tokenizer_hash(tokenizer) != before
 
 
-def test_a_tokenizer_keeps_what_its_folder_says_about_it(texts, tmp_path):
+def test_a_saved_copy_of_a_tokenizer_keeps_its_config(texts, tmp_path):
     source, copy = tmp_path / "source", tmp_path / "copy"
     save_tokenizer(train_bpe([*texts, "<stop>"], 300), source)
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
@@ -81,7 +81,7 @@ def test_a_tokenizer_keeps_what_its_folder_says_about_it(texts, tmp_path):
     assert json.loads((copy / "tokenizer_config.json").read_text()) == config
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch):
+def test_an_invalid_tokenizer_is_refused(tmp_path, monkeypatch):
     def refused(sentence: str, spec: str = str(tmp_path)) -> None:
         with pytest.raises(InputError, match=sentence):
             load_tokenizer(spec)
@@ -99,7 +99,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, monkeypatch):
     refused("tokenizer_config.json: not valid JSON .* mend it")
 
 
-def test_the_end_of_text_never_arises_from_a_text(tmp_path, texts):
+def test_no_text_produces_the_end_of_text_token(tmp_path, texts):
     rows = ["a<|endoftext|>b", "c", *texts] * 3
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     shards = prepare(str(tmp_path / "corpus.jsonl"), "bpe:300", tmp_path / "shards", validation=0.5)
@@ -120,7 +120,7 @@ def test_the_real_tokenizers_give_the_published_ids(realdata, tmp_path):
     assert load_tokenizer(str(realdata / "tokenizers" / "gpt2" / "tokenizer.json")).vocab_size == 50257
 
 
-def test_the_end_token_that_a_config_asks_for_ends_each_text(texts, tmp_path):
+def test_the_end_token_that_a_config_requests_ends_each_text(texts, tmp_path):
     trained = train_bpe(texts, 300).tokenizer
     trained.add_special_tokens(["<s>", "</s>"])
     plain, (start, end) = trained.encode("a b").ids, [trained.token_to_id(token) for token in ("<s>", "</s>")]

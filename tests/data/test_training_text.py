@@ -19,7 +19,7 @@ def test_the_blocks_tile_the_split_and_predict_every_token_once(made):
     assert targets.dtype == torch.int64
 
 
-def test_the_last_block_is_whole_and_what_is_none_is_refused(made):
+def test_the_last_block_is_complete_and_invalid_indices_and_sizes_are_refused(made):
     total = made.num_tokens("validation")
     blocks = TokenBlocks(made, "validation", num_tokens=total - 1)
     assert len(blocks) == 1
@@ -34,7 +34,7 @@ def test_the_last_block_is_whole_and_what_is_none_is_refused(made):
         TokenBlocks(made, num_tokens=0)
 
 
-def test_it_travels_without_its_tokens(made):
+def test_pickled_blocks_do_not_contain_their_tokens(made):
     blocks = TokenBlocks(made, num_tokens=128)
     first = blocks[0]["input_ids"]
     assert 2 * made.num_tokens("train") > 20_000  # bytes
@@ -43,7 +43,7 @@ def test_it_travels_without_its_tokens(made):
     assert torch.equal(pickle.loads(sent)[0]["input_ids"], first)
 
 
-def test_shuffled_blocks_hold_the_same_tokens_in_an_order_of_their_own(made):
+def test_shuffled_blocks_hold_the_same_tokens_each_in_its_own_order(made):
     data = [
         LitTextData(str(made.folder), str(made.tokenizer_path), num_tokens=32, shuffle_tokens=shuffle, seed=3)
         for shuffle in (False, True, True)
@@ -54,7 +54,7 @@ def test_shuffled_blocks_hold_the_same_tokens_in_an_order_of_their_own(made):
     assert all(torch.equal(one, other) for one, other in zip(shuffled, again, strict=True))
     assert all(torch.equal(one.sort()[0], other.sort()[0]) for one, other in zip(plain, shuffled, strict=True))
     moved = torch.cat([one != other for one, other in zip(plain, shuffled, strict=True)]).double().mean()
-    assert moved > 0.8  # tokens that come twice in a block may come to stand where they stood
+    assert moved > 0.8  # equal tokens of a block may be exchanged without a visible change
     orders = {tuple(block.argsort(stable=True).tolist()) for block in shuffled}
     assert len(orders) == len(shuffled)
     assert torch.equal(*(each.validation[0]["input_ids"] for each in data[:2]))

@@ -1,4 +1,4 @@
-"""Views of texts: what each step may change, on what their randomness depends, when they are refused."""
+"""Views of texts: the changes of each step, what their randomness depends on, and when views are refused."""
 
 import pytest
 
@@ -10,7 +10,7 @@ TEXTS = [text for text, _ in labelled(40)]
 LONG = " ".join(f"wonderful{chr(97 + number)}" for number in range(26)) + " and 60 of us"
 
 
-def test_a_view_depends_on_the_seed_its_number_and_its_place_alone():
+def test_a_view_depends_only_on_the_seed_its_index_and_the_index_of_the_text():
     two, three = make_views(TEXTS, 2), make_views(TEXTS, 3)
     assert two.texts == three.texts[:2]
     assert make_views(TEXTS[:7], 2).texts == [view[:7] for view in two.texts]
@@ -35,16 +35,16 @@ def test_three_tenths_of_the_words_are_split_up_to_the_limit():
         assert len(make_view(text, (0, 0, 3), max_words=1).split()) == words + 1
 
 
-def test_three_tenths_of_the_characters_of_a_word_get_others():
+def test_three_tenths_of_the_characters_of_a_word_are_replaced():
     steps = [make_view("abcdefghijkl", (seed, 0, 0)).replace(" ", "") for seed in range(30)]
     changes = [sum(a != b for a, b in zip(view, "abcdefghijkl", strict=True)) for view in steps]
-    # the word has two parts of 12 together; of one of 4 or more, three tenths change twice over
+    # The word has two parts with 12 characters together. In a part of 4 or more, three tenths change, twice.
     assert max(changes) <= 8
     assert min(changes) >= 2
     assert all(len(view) == 12 for view in steps)
 
 
-def test_a_key_beside_is_taken_for_a_letter():
+def test_letters_are_replaced_by_neighbouring_keys():
     from lit_layers.data.prompt_texts import _NEIGHBOURS
 
     assert set(_NEIGHBOURS["g"]) == set("fhtyvb")
@@ -55,7 +55,7 @@ def test_a_key_beside_is_taken_for_a_letter():
             assert key.lower() in _NEIGHBOURS[other].lower(), (key, other)
 
 
-def test_white_space_and_unknown_characters_stay():
+def test_white_space_and_unknown_characters_are_kept():
     text = "\tनमस्ते दुनिया\n\n  zwei Zeilen und mehr  "
     view = make_view(text, (0, 0, 0))
     assert view.startswith("\t")
@@ -63,17 +63,17 @@ def test_white_space_and_unknown_characters_stay():
     assert "\n\n  " in view
 
 
-def test_what_changed_is_counted():
+def test_unchanged_and_equal_views_and_changed_words_are_counted():
     found = make_views([*TEXTS, "a bc def"], 2)
     assert (found.num_equal, found.num_unchanged) == (1, 1)
     assert found.texts[0][-1] == found.texts[1][-1] == "a bc def"
     whole = make_views(["mountains everywhere " * 20] * 4, 2)
-    # each of three steps takes 10 of 40 words and more: between 10 and 30 of them are changed
+    # Each of three steps changes 10 of 40 or more words, so 10 to 30 words are changed.
     assert 10 / 40 <= whole.changed_fraction <= 30 / 40
     assert whole.num_equal == 0
 
 
-def test_views_that_do_not_differ_are_refused():
+def test_equal_views_are_refused():
     with pytest.raises(InputError, match="views: 2 of 2 texts have two equal views, .*: give texts with words of 4"):
         make_views(["a b c", "it is so"])
     with pytest.raises(InputError, match="views: 1 of 11 texts have two equal views, expected at most 5%"):

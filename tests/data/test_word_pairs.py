@@ -1,4 +1,4 @@
-"""Word pairs: how files are read, which pairs are dropped, and each word as its tokenizer sees it alone."""
+"""Word pairs: reading files, dropped pairs, and each word alone in the tokens of its tokenizer."""
 
 import pandas as pd
 import pytest
@@ -14,7 +14,7 @@ ODD = [("mouse", ["mice"]), ("man", ["men"]), ("cat", ["kitten", "kitty"])]
 SAME = [("good", ["fine", "well"]), ("bad", ["ill"]), ("big", ["large"])]
 
 
-def bats(path, **changes):
+def write_bats(path, **changes):
     rows = [
         {"group": group, "category_id": id_, "category": name, "index": n, "word": word, "answers": answers}
         for group, id_, name, pairs in (
@@ -37,10 +37,10 @@ def tokenizer(tmp_path_factory) -> str:
 
 @pytest.fixture
 def source(tmp_path) -> str:
-    return bats(tmp_path / "bats.parquet")
+    return write_bats(tmp_path / "bats.parquet")
 
 
-def test_the_categories_of_bats_are_apart_and_have_the_first_listed_answers(source, tokenizer):
+def test_the_categories_of_bats_are_separate_and_have_the_first_listed_answers(source, tokenizer):
     found = WordPairs(source, tokenizer).category_pairs()
     assert [(c.id, c.name, c.group) for c in found] == [
         ("I01", "noun - plural_reg", "Inflectional"),
@@ -50,10 +50,10 @@ def test_the_categories_of_bats_are_apart_and_have_the_first_listed_answers(sour
     assert found[0].pairs == (("cat", "cats"), ("dog", "dogs"), ("tree", "trees"))
     assert found[1].pairs == (("mouse", "mice"), ("man", "men"), ("cat", "kitten"))
     assert found[2].pairs[0] == ("good", "fine")
-    assert [category.num_dropped for category in found] == [1, 0, 0]  # sheep has equal token ids
+    assert [category.num_dropped for category in found] == [1, 0, 0]  # sheep and its plural have equal token ids
 
 
-def test_every_word_is_read_alone_behind_a_space_at_its_last_sub_token(source, tokenizer):
+def test_every_word_is_read_after_a_space_at_its_last_sub_token(source, tokenizer):
     pairs, encode = WordPairs(source, tokenizer), Tokenizer.from_file(f"{tokenizer}/tokenizer.json").encode
     words = pairs.words()
     assert len(set(words)) == len(words)
@@ -63,7 +63,7 @@ def test_every_word_is_read_alone_behind_a_space_at_its_last_sub_token(source, t
                 assert list(words[row].ids) == encode(" " + pair[side]).ids
                 assert words[row].position == len(words[row].ids) - 1
     assert encode(" cat").ids != encode("cat").ids, "the space makes no difference"
-    assert pairs.category_pairs()[0].first[0] == pairs.category_pairs()[1].first[2]  # cat is one row
+    assert pairs.category_pairs()[0].first[0] == pairs.category_pairs()[1].first[2]  # one row for cat
 
 
 def test_the_batches_hold_every_word_once_in_order_and_without_padding(source, tokenizer):
@@ -77,7 +77,7 @@ def test_the_batches_hold_every_word_once_in_order_and_without_padding(source, t
     assert all(batch["attention_mask"].all() for batch in batches)
 
 
-def test_special_tokens_are_there_and_the_place_is_the_word_s_own(source, tokenizer, tmp_path):
+def test_special_tokens_are_kept_and_the_position_is_that_of_the_word(source, tokenizer, tmp_path):
     framed = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     framed.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
@@ -107,7 +107,7 @@ def test_categories_are_chosen_by_id_name_or_group(source, tokenizer):
         assert [category.id for category in pairs.category_pairs()] == expected
 
 
-def test_any_table_of_two_words_a_row_is_understood(tmp_path, tokenizer):
+def test_tables_with_two_words_per_row_are_read_in_any_format(tmp_path, tokenizer):
     pairs = [("cat", "cats"), ("dog", "dogs"), ("nan", "null"), ("tree", "trees/wood")]
     table = pd.DataFrame(pairs, columns=["word1", "word2"])
     table.to_parquet(tmp_path / "plurals.parquet", index=False)
@@ -119,18 +119,18 @@ def test_any_table_of_two_words_a_row_is_understood(tmp_path, tokenizer):
         assert found.pairs == (*pairs[:3], ("tree", "trees"))
 
 
-def test_the_hash_is_that_of_the_tokens_the_pairs_and_the_batches(source, tokenizer, tmp_path):
-    def hash_of(source=source, **options):
+def test_the_hash_depends_on_the_tokens_the_pairs_and_the_batches(source, tokenizer, tmp_path):
+    def digest(source=source, **options):
         return WordPairs(source, tokenizer, **options).content_hash()
 
-    turned = bats(tmp_path / "turned.parquet", category=["x"] * 4 + ["y"] * 6)
-    others = [hash_of(batch_size=5), hash_of(categories=("I01", "L08")), hash_of(turned)]
-    assert hash_of() == hash_of() == hash_of(categories=("I01", "I02", "L08"))
-    assert len({hash_of(), *others}) == 4
+    turned = write_bats(tmp_path / "turned.parquet", category=["x"] * 4 + ["y"] * 6)
+    others = [digest(batch_size=5), digest(categories=("I01", "L08")), digest(turned)]
+    assert digest() == digest() == digest(categories=("I01", "I02", "L08"))
+    assert len({digest(), *others}) == 4
     assert WordPairs(source, tokenizer).tokenizer_hash() == tokenizer_hash(load_tokenizer(tokenizer).tokenizer)
 
 
-def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokenizer):
+def test_an_invalid_file_of_word_pairs_is_refused_in_one_sentence(tmp_path, source, tokenizer):
     def refusal(name, text=None, **options):
         path = tmp_path / name
         if text is not None:
@@ -155,7 +155,7 @@ def test_what_is_no_file_of_word_pairs_is_one_sentence(tmp_path, source, tokeniz
 
 @pytest.mark.soak
 @pytest.mark.realdata
-def test_real_files_of_pairs_in_the_tokens_of_real_tokenizers(realdata):
+def test_real_files_of_pairs_are_read_with_real_tokenizers(realdata):
     bats, others = (str(realdata / "analogies" / f"{name}.parquet") for name in ("bats3", "counterfactual_word_pairs"))
     for name in ("gpt2", "gpt_neox_20b"):
         found = WordPairs(bats, str(realdata / "tokenizers" / name)).category_pairs()
