@@ -36,7 +36,7 @@ class ConceptAlignment(Analysis):
 
     Records without a category are means over categories, with a bootstrap interval over these. The interval of one
     category's `concept_alignment` is over its word pairs. A cosine belongs to two word pairs, so the interval is that
-    of the values mean + 2 (m_i - mean), where m_i is the mean cosine of pair i with the others. They are the
+    of the values mean + 2 (m_i - mean). Here m_i is the mean cosine of pair i with the others. These values are the
     first-order terms of a mean over two pairs (a U-statistic).
 
     The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).

@@ -51,9 +51,9 @@ class Coupling(Analysis):
     `spectrum_r_squared` of 1 / s_1.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
-    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image and averaged
-    over them, or over all patches if that is None. Jacobians are not averaged. The first `num_prompts` prompts are
-    measured. `states="hf"` includes the final norm in the last block.
+    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image (None: all
+    patches) and averaged over them. Jacobians are not averaged. The first `num_prompts` prompts are measured.
+    `states="hf"` includes the final norm in the last block.
 
     Preset "released_code" does what the authors' code does. For text, that is k 10, 30, 50, absolute values and "hf"
     states. For images, it is the same at the last patch of the first image, without the final norm. The authors' script

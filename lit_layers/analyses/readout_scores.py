@@ -219,8 +219,8 @@ class Lens(ReadoutAnalysis):
 
     Every token has equal weight. `stderr`, the interval and `n` are over prompts, and the tag `num_tokens` counts
     tokens (prompts for a pooling head). A prompt is left out of a metric and layer if it has nothing to predict or a
-    value that is not finite; `num_undefined` counts these. If the last layer is not finite, no layer has a divergence.
-    The log-softmax is in float32 or wider.
+    value that is not finite. `num_undefined` counts these prompts. If the last layer is not finite, no layer has a
+    divergence. The log-softmax is in float32 or wider.
 
     Source: nostalgebraist, interpreting GPT: the logit lens; Skean et al., Layer by Layer, arXiv 2502.02013.
 

@@ -331,8 +331,8 @@ class StateGeometry(Analysis):
 
     Computed on the tokens of all prompts as one set, `num_tokens` from each prompt: `alpha_req`, `two_nn_dimension` and
     `anisotropy`. `random_alpha_req` and `random_two_nn_dimension` use the same values with each feature shuffled over
-    the tokens. Intervals come from `num_halves` random halves of the prompts, whose mean is the metric `NAME_of_half`;
-    it differs from the value of all prompts because it uses fewer tokens.
+    the tokens. Intervals come from `num_halves` random halves of the prompts. Their mean is the metric `NAME_of_half`,
+    which differs from the value of all prompts because a half has fewer tokens.
 
     Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, and
     `random_massive_activation`, its value for normally distributed entries. Computed in the same way: `block_influence`
@@ -496,8 +496,8 @@ class LayerSimilarity(Analysis):
     `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe the contiguous division of layers 1..L
     (without the embedding) by `layer_stages`. It uses the similarity named in the tag `of`, in its `mode`.
 
-    A layer that has no value with itself has none with any other layer, and the division is then NaN. A prompt that is
-    not finite at some layer is left out of the alignment; a layer at which most prompts are not finite has no
+    A layer that has no value with itself has none with any other layer, and the division is then NaN. A layer at which
+    most prompts are not finite has no alignment. A prompt that is not finite at another layer is left out of the
     alignment.
 
     Prompts have equal weight in `layer_cosine`, which has intervals. `layer_cka` is over all rows together (tag

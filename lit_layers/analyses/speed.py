@@ -81,9 +81,12 @@ def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
 class Speed(Analysis):
     """Latency, throughput and memory of each block order, relative to the full model.
 
-    Yields `latency` (seconds for one text or image, median), `latency_first_quartile`, `latency_third_quartile`,
-    `relative_latency`, `throughput` (inputs per second in batches), `peak_memory` (bytes during a pass over a batch,
-    without the weights) and `weight_bytes` (of the blocks that run), tagged with the variant.
+    Records are tagged with the variant:
+
+    - `latency` (median seconds for one text or image), `latency_first_quartile` and `latency_third_quartile`;
+    - `relative_latency`, the median of its ratio to the full model's;
+    - `throughput` (inputs per second in batches);
+    - `peak_memory` (bytes during a pass over a batch, without the weights), and `weight_bytes` of the blocks that run.
 
     Args:
         variants: names of variants in `lit_layers.functional.block_schedules`; the full model is always added.

@@ -2,9 +2,9 @@
 
 An undefined value of a prompt, layer or pair is NaN and enters no mean. A mean over prompts, tokens or rows is taken
 over the defined values, and a tag that begins with `num_undefined` counts the others. A mean over layers, blocks or
-pairs would change its meaning if one were missing, so a prompt has this mean only if all of them are defined. If no
-prompt has a value at a layer, the layer has no record. If no prompt has a value for the whole model, its record has the
-value NaN, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
+pairs would change its meaning if one were missing. A prompt therefore has this mean only if all of them are defined. If
+no prompt has a value at a layer, the layer has no record. If no prompt has a value for the whole model, its record has
+the value NaN, `n` 0 and the counts. An analysis fails only if nothing at all is defined.
 
 Intervals of means come from a bootstrap over prompts. A number that is computed from a whole set of prompts gets its
 interval from the spread over random halves of the set (delete-half jackknife). Resampling with replacement would repeat

@@ -92,8 +92,8 @@ class TokenCoupling(Analysis):
     `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens and over the
     fixed token, per prompt, then over prompts. Each comes with `random_..` (expected for unrelated bases) and
     `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags `token` (of l) and
-    `other_token` (of l', which gives the bases). These are positions in per cent of the prompt, 0 for its first token
-    and 100 for its last, so that prompts of any length share a table. A prompt with fewer than `num_tokens` tokens
+    `other_token` (of l', which gives the bases). These are positions from 0 (the first token) to 100 (the last), in per
+    cent of the prompt. Prompts of any length therefore share a table. A prompt with fewer than `num_tokens` tokens
     enters only the means, with all its tokens. `min_gap` and `num_tied` (Jacobians whose leading directions are not
     well determined) complete the records.
 

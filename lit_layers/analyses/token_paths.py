@@ -117,7 +117,7 @@ class PathsInPlane(Analysis):
     sink far from all others; in an image, it is the class token. At most `num_tokens` of the fitted tokens, evenly
     spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first `num_prompts` prompts are
     measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie on a line or are not
-    finite; the tag `num_undefined` counts these.
+    finite. The tag `num_undefined` counts these prompts.
 
     `states="hf"` ends each path after the final norm. The model runs in float32 or wider.
 

@@ -295,8 +295,8 @@ def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> 
 class LayerCurve:
     """A statistic over the layers 1 to L of `metric`, over training.
 
-    `curve` is the statistic, `low` and `high` are the ends of its 95% interval (NaN if unknown), and `num_undefined`
-    counts the layers without a value, each (checkpoints,). A checkpoint with fewer than 3 layers has no value.
+    `curve` is the statistic, and `low` and `high` are the ends of its 95% interval (NaN if unknown). `num_undefined`
+    counts the layers without a value. Each is (checkpoints,). A checkpoint with fewer than 3 layers has no value.
     """
 
     metric: str

@@ -99,8 +99,8 @@ def audit(
 ) -> Audit:
     """Compare the chosen steps of a series with each other, with its last step and with its main branch.
 
-    One request per revision lists the files on the Hub. Weights on this machine are hashed and read once, and the
-    result is cached in `memory`, or in the series' own folder if it has one.
+    One request per revision lists the files on the Hub. Weights on this machine are hashed and read once. The result is
+    cached in `memory`, or else in the series' own folder, if it has one.
 
     Args:
         series: the series; its `steps` choose the checkpoints.

@@ -74,9 +74,9 @@ class TensorFacts:
 class Fingerprint:
     """Facts, digest and samples of one checkpoint's tensors.
 
-    `digest` hashes names, shapes and values in float32, so that it does not depend on file layout or on a precision
-    that holds the values exactly. `samples` has up to `NUM_SAMPLES` values per tensor, from the same positions at
-    every checkpoint.
+    `digest` hashes names, shapes and values in float32. It does not depend on the file layout, nor on the precision if
+    that holds the values exactly. `samples` has up to `NUM_SAMPLES` values per tensor, from the same positions at every
+    checkpoint.
     """
 
     tensors: Mapping[str, TensorFacts]

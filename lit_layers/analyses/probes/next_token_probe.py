@@ -136,13 +136,13 @@ class NextTokenProbe(ProbeAnalysis):
     are the `num_classes` most frequent training targets, or as many as there are. `train` and `test` should come from
     different documents. A training text that is equal to a test text, token for token, is left out.
 
-    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class, and `accuracy_all`
-    on all test rows, where the others count as errors. `coverage` is the share of test rows whose target is a class.
-    Its tags count the classes, the training rows, and the texts left out. `num_train_wanted` and `num_test_wanted` are
-    the numbers of texts requested, if fewer exist. Records tagged `reference` score other predictions on the same test
+    Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class. `accuracy_all` is
+    on all test rows, and the others count as errors. `coverage` is the share of test rows whose target is a class. Its
+    tags count the classes, the training rows, and the texts left out. `num_train_wanted` and `num_test_wanted` are the
+    numbers of texts requested, if fewer exist. Records tagged `reference` score other predictions on the same test
     rows. "majority" is the class frequencies in training. For a model that predicts the next token, "lm_head" is its
-    own head over its vocabulary, and "lm_head_closed" its head over the classes, as for the probe. Records tagged
-    `control="random_labels"` come from probes fitted to permuted labels.
+    own head over its vocabulary. "lm_head_closed" is the same head over only the classes, as for the probe. Records
+    tagged `control="random_labels"` come from probes fitted to permuted labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the loss, none for `macro_f1`. With several positions
     per text, whose rows are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose

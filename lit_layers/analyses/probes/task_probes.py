@@ -258,11 +258,11 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     """The test score of each layer's probe with a 32nd, a 16th, ... and all of the training rows.
 
     The subsets of a seed are nested: they are the first rows of one permutation. Test rows and classes stay the same.
-    Per layer and size (tag `train_rows`): the mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`,
-    with Student's 95% interval over seeds, whose number is `n`. The full set is the same for every seed and is fitted
-    once. The tag `num_classes_seen` is the smallest number of classes in a subset. A test row of another class counts
-    as an error and is left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation
-    weakens as rows are added.
+    Per layer and size (tag `train_rows`): the mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`.
+    Student's 95% interval is over seeds, which `n` counts. The full set is the same for every seed and is fitted once.
+    The tag `num_classes_seen` is the smallest number of classes in a subset. A test row of another class counts as an
+    error and is left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation weakens
+    as rows are added.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are ours.
 
