@@ -40,16 +40,17 @@ from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
 _SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # options that only select variants
-_FAILURES = (InputError, FloatingPointError, RuntimeError)  # of one variant; RuntimeError: out of memory
+# One variant may fail with these, and the others continue. RuntimeError: out of memory.
+_FAILURES = (InputError, FloatingPointError, RuntimeError)
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
     """Return a metric averaged over runs, and its standard error over rows.
 
     Args:
-        metric: Name of the metric. A perplexity is exp of the mean negative log-likelihood of a run, and its error is
-            linearised in each row. Any other metric is the mean of its values.
-        runs: Values of the metric, (runs, rows); for the perplexity log-likelihoods in nats.
+        metric: Name of the metric. The perplexity is exp of the mean negative log-likelihood of a run, and its error is
+            linear in the log-likelihoods (delta method). Any other metric is the mean of its values.
+        runs: Values of the metric, (runs, rows). For the perplexity, log-likelihoods in nats.
 
     Returns:
         The mean, and the standard error, which is None for a single row or an infinite perplexity.
@@ -99,11 +100,11 @@ def normalized_score(score: float, random_score: float, full_score: float) -> fl
 
 
 def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
-    """Return the standard error of the normalised score over rows that both models were scored on; None for one row.
+    """Return the standard error of the normalised score, over rows that both models were scored on.
 
-    To first order, with the random score as a constant, this is the standard error of the mean of
-    (x - b' y) / (b_full - b_random) over rows. x is the variant's score of a row, y is the full model's, and b' is the
-    normalised score.
+    To first order, this is the standard error of the mean of (x - b' y) / (b_full - b_random) over rows. x is the
+    variant's score of a row, y is the full model's, and b' is the normalised score. The random score counts as a
+    constant. One row gives None.
     """
     scores, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
     span = base.mean() - random_score
@@ -115,9 +116,11 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
 class BenchmarkScores(TokenizerMixin, Analysis):
     """Score of one benchmark task for the full model and for each variant of its block order.
 
-    The records, each with a standard error over rows except `random_score`:
+    The records, each with a standard error over rows except `random_score` and `failed`:
 
     - `task_score`: the accuracy; for gsm8k the exact match after `####`.
+    - `task_score_difference`: the score minus that of the full model, paired over rows. The full model and single seeds
+      have none.
     - `task_score_norm`: the accuracy by log-likelihood per character, if the task has it.
     - `task_score_flexible`: for gsm8k, the match of the last number.
     - `task_perplexity`: the perplexity of lambada.
@@ -129,8 +132,9 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     Each seed of a random order has its own record, and there is one record for the mean over seeds.
 
     The result of every variant is saved in a file below `results` and not computed again. Variants with equal schedules
-    are scored once. A variant that fails (out of memory, scores that are NaN) gives one record `failed` with the reason
-    in the tag `error`, leaves no file, and the other variants continue. If the full model fails, the analysis fails.
+    are scored once. A variant that fails (out of memory, a log-likelihood is NaN) gives one record `failed` with the
+    reason in the tag `error`. It leaves no file, and the other variants continue. If the full model fails, the analysis
+    fails.
 
     Args:
         task: Name of an lm-eval task, or path of an lm-eval task file (yaml). With `folder`, a name in `LOCAL_TASKS`.
@@ -174,12 +178,15 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 
     @property
     def task_name(self) -> str:
-        """Tag `task` of the records: the name of the task, or of its file without suffix."""
+        """Return the tag `task` of the records: the name of the task, or of its file without suffix."""
         return Path(self.task).stem if self.task.endswith(".yaml") else self.task
 
     @property
     def code_file(self) -> str | None:
-        """Path of the lm-eval task file, which can run code: its templates, and Python files next to it."""
+        """Return the path of the lm-eval task file, if any.
+
+        Such a file can run code: its templates, and Python files next to it.
+        """
         return self.task if self.task.endswith(".yaml") else None
 
     def check(self, model: LayeredModel) -> None:
@@ -201,7 +208,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return config
 
     def data_hash(self) -> str | None:
-        """Return a hash of the local rows; None if lm-eval loads them (each result then has their hash)."""
+        """Return a hash of the local rows, or None if lm-eval loads the rows. Each result then holds their hash."""
         return None if self._local is None else self._local.data_hash()
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
@@ -214,9 +221,9 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def _scored(
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
-        """Return the scores of each schedule, read from its file or computed, and the reasons of failures."""
+        """Return the scores of each schedule, from its file or computed, and the reasons why schedules failed."""
         folder = self._folder(model)
-        # file names are hashes, because a schedule may be longer than a file name can be
+        # File names are hashes, because a schedule may be longer than a file name can be.
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
         scored = dict[Schedule, TaskScores]()
         for schedule, file in files.items():
@@ -285,7 +292,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         )
 
     def _folder(self, model: LayeredModel) -> Path:
-        """Return the folder of results, named by a hash of all options that decide them except the schedule."""
+        """Return the folder of results, named by a hash of all options that decide them, without the schedule."""
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _SELECTION}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
@@ -293,7 +300,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant) -> dict[str, Any]:
-        """Return facts for human readers that are written next to the scores."""
+        """Return the facts that are written next to the scores for human readers."""
         facts = {"variant": str(variant), "schedule": format_schedule(variant.schedule)}
         facts["scorer"] = f"lm-eval {version_of('lm_eval')}"
         if self._local is not None and self._local.copy is not None:
@@ -315,7 +322,7 @@ def _variant_records(
     """Yield the records of one variant, or of the mean over several seeds.
 
     Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. Normalised
-    scores are omitted unless the full model beats guessing (`lead`).
+    scores are omitted unless the full model beats guessing (`lead`), and differences for single seeds.
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])

@@ -61,17 +61,17 @@ class ScoredTask(Task):
 
     @property
     def has_files(self) -> bool:
-        """True if there is a local copy and all its files exist."""
+        """Return whether there is a local copy and all its files exist."""
         copy = self.copy
         return copy is not None and all(path.is_file() for split in self.splits for path in copy.paths(split))
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The splits to read: the scored one, and `train` if the task needs training rows."""
+        """Return the splits to read: the scored one, and `train` if the task needs training rows."""
         return ("train", self.split) if self.examples or self.domain == "classification" else (self.split,)
 
     def data_hash(self) -> str | None:
-        """Return a hash of the files and options of the local copy; None for data on the Hub.
+        """Return a hash of the files and options of the local copy, or None for data on the Hub.
 
         Raises:
             InputError: A file is missing.
@@ -80,7 +80,7 @@ class ScoredTask(Task):
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
-    """Return the tasks of a use by name, in the order of the catalogue. Tasks of probes are in `TASKS`."""
+    """Return the tasks of a use by name, in the order of the catalogue. Probe tasks are only in `TASKS`."""
     return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}
 
 
@@ -88,7 +88,7 @@ def find(use: Use, name: str, instead: str = "") -> ScoredTask:
     """Return the task with this use and name.
 
     Raises:
-        InputError: There is no such task. The message ends with the alternative in `instead`.
+        InputError: There is no such task. The message ends with `instead`, which says what else to do.
     """
     tasks = tasks_of(use)
     if name not in tasks:
@@ -114,7 +114,7 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
     """Return the MTEB tasks that the names select, each once.
 
     Args:
-        names: Names of tasks or groups. The groups are `layerwise32`, its domains, and `local`.
+        names: Names of tasks or groups. The groups are `layerwise32`, the domains of its tasks, and `local`.
         folder: A folder of local data. Tasks with all their files in it are read from there, and `local` selects them.
 
     Raises:
@@ -163,7 +163,7 @@ _CORRELATIONS = ("pearson", "spearman")
 
 
 # ------------------------------------------------------------------------------------------------ GLUE
-# Source: Wang et al. 2018, GLUE, arXiv 1804.07461; metrics as in its table 1.
+# Source: Wang et al. 2018, GLUE, arXiv 1804.07461, with the metrics of table 1.
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,9 +178,9 @@ class GlueRows:
         return len(self.targets)
 
     def take(self, number: int | None, *, seed: int) -> "GlueRows":
-        """Draw `number` rows without replacement; a larger draw begins with the rows of a smaller one.
+        """Draw `number` rows without replacement. A larger draw begins with the rows of a smaller one.
 
-        If `number` is None or there are not more rows, all rows are returned in their order.
+        If `number` is None, or not below the number of rows, all rows are returned in their order.
         """
         if number is None or number >= len(self):
             return self
@@ -194,7 +194,7 @@ class GlueRows:
 
 
 def read_rows(task: ScoredTask, split: str, folder: str | Path | None) -> GlueRows:
-    """Read the rows of a GLUE split from the files named in the folder's `tasks.yaml`, or from the Hub if None.
+    """Read the rows of a GLUE split from the files in the folder's `tasks.yaml`, or from the Hub if `folder` is None.
 
     Raises:
         InputError: A split, file or column is missing, the Hub does not answer, the folder has no files of the task, or
@@ -219,7 +219,7 @@ def _is_target(task: ScoredTask, target: Any) -> bool:
 def glue_metrics(
     task: ScoredTask, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
 ) -> dict[str, float]:
-    """Return the task's metrics by name, in [-1, 1] for correlations or [0, 1], and their mean as `task_score`.
+    """Return the task's metrics by name, in [-1, 1] if correlations, else in [0, 1], and their mean as `task_score`.
 
     The Matthews correlation of constant predictions is 0 by definition. Pearson and Spearman correlations with constant
     predictions or targets are undefined, so they and the mean are NaN. All metrics are NaN if a prediction is NaN.

@@ -1,7 +1,7 @@
 """Text embeddings at every layer, and the settings of sentence encoders: pooling, prompts and similarity.
 
-One forward pass gives the embeddings of all layers, and no text is passed twice. No code of an encoder is run.
-mteb is optional and takes seconds to import, so only the functions that need it import it.
+One forward pass gives the embeddings of all layers, and no text is passed twice. Code in the files of an encoder is
+never run. mteb is optional and takes seconds to import, so only the functions that need it import it.
 """
 
 import warnings
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 _ADVICE = "with --modules none pooled states are taken as they are"
 _REMEDY = f"download or save the model again; {_ADVICE}"
-# Pooling by the `pooling_mode` of a config file, and by the boolean switches of older files. The default is the mean.
+# The pooling that a config file names as `pooling_mode`, or older files by boolean switches. The default is the mean.
 _POOLINGS: Mapping[str, TextPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _SWITCHES: Mapping[str, TextPooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
 }
-_UNLIMITED = 10**9  # tokenizers without a limit store int(1e30) as their limit
+_UNLIMITED = 10**9  # a tokenizer without a limit stores int(1e30)
 
 
 @with_config(schema.OPEN)
@@ -71,16 +71,16 @@ class SentenceEncoder:
 
     @property
     def prompt_map(self) -> dict[str, str]:
-        """The prompts by name; `query` and `document` are always present, if only as empty prompts."""
+        """Return the prompts by name. `query` and `document` are always present, by default as empty prompts."""
         return {"query": "", "document": "", **dict(self.prompts)}
 
     def text(self, text: str, prompt_name: str | None) -> str:
-        """Return the text as the model reads it, after the prompt with this name; None: after the default prompt."""
+        """Return the text as the model reads it, after the prompt with this name, by default the default prompt."""
         whole = self.prompt_map.get(prompt_name or self.default_prompt or "", "") + text
         return whole.lower() if self.lowercases else whole
 
     def facts(self, follows: bool) -> dict[str, Any]:
-        """Return the facts for a layer's result file; `follows` says whether the layer uses the encoder's settings."""
+        """Return facts for a layer's result file. `follows`: whether the layer uses the encoder's settings."""
         pooled = {"pooling": self.pooling} if follows else {}
         how = {"normalized": follows and self.normalizes, "similarity": self.similarity if follows else "cosine"}
         return pooled | how | {"prompts": dict(self.prompts)}
@@ -90,8 +90,8 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     """Return the sentence-encoder settings of a model, or None if it has no modules.json.
 
     Args:
-        read: Returns the content of a file of the model. For a missing file it raises FileNotFoundError, KeyError, or
-            an InputError caused by one of them.
+        read: Function that returns the content of a file of the model. For a missing file it raises FileNotFoundError,
+            KeyError, or an InputError caused by FileNotFoundError.
 
     Raises:
         InputError: A module is not Transformer, Pooling or Normalize, the pooling is not by mean, first or last token,
@@ -111,7 +111,8 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     if similarity not in ("cosine", "dot"):
         raise _mismatch("similarity_fn_name", "cosine or dot", similarity)
     transformer = _read(read, "sentence_bert_config.json") or {}
-    if (limit := transformer.get("max_seq_length")) is None:  # then the tokenizer's limit applies
+    # Without its own limit, the encoder has the limit of the tokenizer.
+    if (limit := transformer.get("max_seq_length")) is None:
         limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     return SentenceEncoder(
         pooling=_pooling(read, f"{modules[1]['path']}/config.json"),
@@ -147,13 +148,15 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -
         return None
     except InputError as error:
         cause: BaseException | None = error
-        if type(error.__cause__) is FileNotFoundError:  # exact type: without a network the Hub client raises a subclass
+        # The exact type, because without a network the Hub client raises a subclass.
+        if type(error.__cause__) is FileNotFoundError:
             return None
         while cause is not None and not isinstance(cause, OfflineModeIsEnabled):
             cause = cause.__cause__
         if cause is None:
             raise
-        if path == MODULES:  # offline a missing file cannot be told from one that is not cached; most models have none
+        # Offline, a file that is not cached looks like a file that the model lacks. Most models lack this one.
+        if path == MODULES:
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
 
@@ -167,7 +170,7 @@ _MIN_NORM = 1e-12  # lower bound of the divisor, as in torch.nn.functional.norma
 
 
 class NotFiniteError(InputError):
-    """Raised for a layer at which the embedding of a text is not finite."""
+    """The embedding of a text at a layer is not finite."""
 
 
 @dataclass(eq=False)
@@ -175,7 +178,7 @@ class TaskEmbeddings:
     """The embeddings of a task's texts at all layers, computed on the first request for a text and then cached.
 
     `last_pooling` is the pooling of the last layer if it differs. `num_cut` counts truncated texts. `num_empty` counts
-    blank texts that give no token; the end-of-text token is embedded in place of each.
+    blank texts that give no token. In place of such a text, the end-of-text token is embedded.
     """
 
     view: LayeredModel
@@ -187,12 +190,13 @@ class TaskEmbeddings:
     last_pooling: TextPooling | None = None
     num_cut: int = 0
     num_empty: int = 0
-    _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # text: (chunk, row in it)
+    # Maps a text to (index of its chunk, row in the chunk).
+    _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
 
     @property
     def num_texts(self) -> int:
-        """Number of distinct texts embedded so far."""
+        """Return the number of distinct texts embedded so far."""
         return len(self._rows)
 
     def embed(self, texts: Sequence[str], layer: int) -> np.ndarray:
@@ -258,13 +262,13 @@ class LayerEncoder:
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _MIN_NORM)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of all pairs, (first, second): the encoder's, or the cosine."""
+        """Return the similarity of all pairs, (first, second), as the encoder defines it, or by default the cosine."""
         from mteb.similarity_functions import cos_sim, dot_score
 
         return (dot_score if self._dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of corresponding rows, (pairs,): the encoder's, or the cosine."""
+        """Return the similarity of corresponding rows, (pairs,), as in `similarity`."""
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
         return (pairwise_dot_score if self._dot else pairwise_cos_sim)(embeddings1, embeddings2)

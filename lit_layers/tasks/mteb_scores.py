@@ -30,10 +30,10 @@ from lit_layers.tasks.text_features import TextPooling
 
 RESULTS = "mteb"
 NUM_METRIC_TEXTS = 1000
-CURVE = ["run", "step", "pooling", "states"]  # columns that identify a curve over layers, together with OPTIONS
+CURVE = ["run", "step", "pooling", "states"]  # with `OPTIONS`, these columns identify a curve over layers
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
 MAX_TOKENS, SEED = 2048, 42
-_COUNTS = ("num_texts", "num_cut", "num_empty")  # counts of texts of a task
+_COUNTS = ("num_texts", "num_cut", "num_empty")  # attributes of `TaskEmbeddings`
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class MtebTask(TokenizerMixin, Analysis):
         encoder: The model's sentence-encoder settings. Its prompts and its limit of tokens apply at every layer.
         modules: Where the encoder's pooling, normalisation and similarity also apply: "last" for the last layer, which
             is then read after the final norm, or "all" for all layers.
-        states: The convention of hidden states, "resid", "hf" or "normed".
+        states: The convention of hidden states, "resid", "hf" or "normed". With `encoder`, "resid" becomes "hf".
         max_tokens: Longer texts are truncated. The model's own limit also applies.
         seed: The seed of mteb's random draws.
         dtype: `float32` runs the model in float32 or wider. `bfloat16` runs matrix products and attention within blocks
@@ -90,7 +90,8 @@ class MtebTask(TokenizerMixin, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)  # raises if the special tokens do not fit
+        # Raises if the special tokens do not fit.
+        encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)
 
     def config(self) -> dict[str, Any]:
         """Return all options that decide the numbers, with the version of mteb."""
@@ -141,7 +142,8 @@ class MtebTask(TokenizerMixin, Analysis):
 
     def _option_tags(self) -> dict[str, Any]:
         """Return tags for options that differ from their defaults. Means combine only tasks with equal tags."""
-        # not `seed`: that tag marks one of several random draws, which pages, exports and `correlate` ignore
+        # The tag is not named `seed`: pages, exports and `correlate` ignore records with that tag, as one of several
+        # random draws.
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
         where = "the last layer" if self.modules == "last" else "every layer"
         encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}
@@ -152,16 +154,16 @@ class MtebTask(TokenizerMixin, Analysis):
         return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
 
     def _header(self, follows: bool) -> dict[str, Any]:
-        """Return the facts at the head of a layer's result file."""
+        """Return the facts at the beginning of a layer's result file."""
         facts = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
         return facts | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
-        """Return a hash of everything except the weights that decides a layer's score."""
+        """Return a hash of everything that decides a layer's score, without the weights."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
-        # hash the tokenizer's content, not its path
         dtype = self.dtype if self.dtype == "bfloat16" else model.precision
+        # Replaces the tokenizer's path by a hash of its content.
         options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": dtype}
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hash_of(options)
@@ -193,7 +195,7 @@ def mteb_analyses(
         metrics: Whether to add label-free metrics on the first 1,000 texts of each task, `representation/TASK` and
             `invariance/TASK`. Pair classification is skipped, because it has no column of single texts.
         model_limit: Most tokens that the model takes, for the label-free metrics. None: `max_tokens`.
-        options: Further options of `MtebTask`: layers, pooling, states, max_tokens, seed, encoder, modules, tell.
+        options: Further options of `MtebTask`, such as `layers`, `pooling` and `encoder`.
     """
     analyses: list[Analysis] = []
     for task in tasks:
@@ -207,7 +209,7 @@ def mteb_analyses(
 def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     """Return the label-free analyses of a task.
 
-    The list is empty if the data cannot be loaded. Scoring the task reports that error.
+    The list is empty if the task has no single texts or its data cannot be loaded. Scoring the task reports the error.
     """
     task = scored.task
     how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
@@ -235,15 +237,15 @@ class Averages:
     """Mean scores over tasks at one checkpoint, for one set of options.
 
     `curve` has a row for each layer: `average` is the unweighted mean over tasks, and each domain has a column. A mean
-    is NaN if a task has no score at that layer. `missing` names the expected tasks that lack a score at some layer from
-    1 on. They are excluded from all means. `options` are the options that differ from their defaults.
+    is NaN if a task has no score at that layer. `missing` names the measured or expected tasks that lack a score at
+    some layer from 1 on. They are excluded from all means. `options` are the options that differ from their defaults.
     """
 
     run: str
     step: int | None
     pooling: str
     states: str
-    scores: pd.DataFrame  # a row per averaged task: domain, score and a column per layer
+    scores: pd.DataFrame  # a row per averaged task: its name, domain, kind of score, n, and a column per layer
     curve: pd.DataFrame  # layer, average, classification, ...
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
@@ -251,7 +253,7 @@ class Averages:
     def best_per_task(self) -> float:
         """Return the mean over tasks of the score at each task's best layer from 1 on.
 
-        This is an oracle: it chooses the layer on the scores that it averages.
+        This mean is too optimistic: each layer is chosen by the same score that is averaged.
         """
         scores: Any = self.scores
         return float(scores[[name for name in _layers(scores) if name > 0]].max(axis=1).mean())

@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 def data_hash(spec: ScoredTask) -> str | None:
-    """Return a hash of the local files, or of the data set's revision on the Hub; None if files are missing."""
+    """Return a hash of the local files (None if files are missing), or of the data set's revision on the Hub."""
     if spec.copy is not None:
         return spec.data_hash() if spec.has_files else None
     return sha16(repr(sorted(_official(spec.name).metadata.dataset.items())))
@@ -88,7 +88,8 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
         task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
-        if spec.domain != "pair_classification":  # its columns already have their final names
+        # Columns of pair classification already have their final names.
+        if spec.domain != "pair_classification":
             task.dataset_transform()
     task.data_loaded = True
     return task
@@ -133,7 +134,8 @@ class MtebScorer:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _cache_draws(task._undersample_data)
-            scores = task._calculate_scores  # seven metrics would each read the labels one by one
+            # Read the labels once: otherwise seven metrics would each read them one by one.
+            scores = task._calculate_scores
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
     def evaluate(self, encoder: LayerEncoder) -> dict[str, Any]:
@@ -165,13 +167,14 @@ class MtebScorer:
         first = rows[0] if len(rows) else {}
         if isinstance(first.get("sentences"), list):
             return sum(map(len, rows["sentences"]))
-        is_one_row = len(rows) == 1 and isinstance(first.get("labels"), list)  # older data sets: one row of all pairs
+        # Older data sets hold all pairs in one row.
+        is_one_row = len(rows) == 1 and isinstance(first.get("labels"), list)
         return len(first["labels"]) if is_one_row else len(rows)
 
     def texts(self) -> list[str] | None:
-        """Return the texts of the test split: the first of each STS pair, or the queries of a reranking task.
+        """Return the texts of the test split, or None for pair classification, which has no single texts.
 
-        Pair classification has no column of single texts and gives None.
+        An STS pair gives its first text, a reranking task its queries.
         """
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
@@ -182,7 +185,8 @@ class MtebScorer:
 
     def _rows(self) -> Any:
         data = self.task.dataset
-        return data.get(self.spec.subset, data)[SPLIT]  # data with a single subset has no subset level
+        # Data with a single subset has no level for the subsets.
+        return data.get(self.spec.subset, data)[SPLIT]
 
 
 def _cache_draws(undersample: Any) -> Any:

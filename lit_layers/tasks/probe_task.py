@@ -23,7 +23,8 @@ _RANGES = {
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }
-_FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")  # in a format: a column, or an entry of it
+# A field of a format: a column, or an entry of its value, such as {choices[0]}.
+_FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class TaskSplit:
 class TaskData:
     """The train, validation and test rows of a task.
 
-    No text is in two of them. Texts are compared after NFKC normalisation, without case and white space.
+    No text is in two of them. Texts are compared as `normalised`: NFKC, without case, and with single spaces.
     """
 
     name: str
@@ -81,17 +82,17 @@ class TaskData:
 class ProbeTask(Task):
     """A labelled set of texts and the rules for splitting it. Nothing is read before `load`.
 
-    Equal texts are never in two of train, validation and test. Texts of test are dropped from train and validation, and
-    rows held out here keep equal texts together. The rows held out or drawn depend on `seed` and the texts, not on the
-    order of the rows.
+    Equal texts are never in two of train, validation and test. Texts of test are dropped from train and validation.
+    Texts of a validation split of the source are dropped from train. A share that is held out keeps equal texts
+    together. The rows held out or drawn depend on `seed` and the texts, not on the order of the rows.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3. The validation rows are our
     addition, so that no choice is made on test rows.
 
     Args:
         name: Name of the task, recorded in every measurement.
-        source: A data set on the Hub, ORG/NAME or ORG/NAME:CONFIG; a local parquet, csv or jsonl file; a folder with
-            such files named after the splits; or a path that contains {split}, such as data/sst2_{split}.parquet.
+        source: A data set on the Hub, ORG/NAME or ORG/NAME:CONFIG, or a local parquet, csv or jsonl file. Also a folder
+            with such files named after the splits, or a path that contains {split}, such as data/sst2_{split}.parquet.
         kind: "classification", or "regression" on numbers.
         text: A column, or a format over columns: "question: {question} answer: A. {choices[0]}".
         label: A column of integers or strings; for a regression a column of numbers.
@@ -100,7 +101,7 @@ class ProbeTask(Task):
         test_share: Share of train to hold out for test if `test` is None.
         num_train: Number of random rows of train, including those later held out for validation. None: all.
         num_test: Number of random rows of test. None: all.
-        where: Columns and the value, or list of values, that rows must have to be used.
+        where: Maps columns to the value, or list of values, that a row must have to be used.
         validation: A split of the source. None: hold out `validation_share` of train, stratified.
         validation_share: Share of the training rows to hold out for validation if `validation` is None.
         classes: Names of all classes, by class index. None: the classes that occur, sorted by name.
@@ -139,7 +140,7 @@ class ProbeTask(Task):
             raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 
     def text_columns(self) -> list[str]:
-        """Return the columns that a text is made of: the column `text`, or those in the braces of the format."""
+        """Return the columns that give a text: the column `text`, or those in the braces of the format."""
         return [field["column"] for field in _FIELD.finditer(self.text)] or [self.text]
 
     def load(self, folder: str | None = None) -> TaskData:
@@ -207,13 +208,13 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     """Read the splits of the source.
 
     Returns:
-        Rows by `train`, `validation` and `test`, as far as the source has these; the class names, None for a
-        regression; and the number of blank rows.
+        The rows by `train`, `validation` and `test`, without the splits that are held out later. The class names, None
+        for a regression. The number of blank rows.
     """
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
     if others and isinstance(source, str) and is_one_file(source):
-        part = min(others)  # test before validation
+        part = min(others)  # "test" sorts before "validation"
         raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
     splits = {"train": [task.train] if isinstance(task.train, str) else task.train, **others}
     read = {part: _rows(task, each) for part, each in splits.items()}
@@ -258,7 +259,7 @@ def _drawn(task: ProbeTask, rows: Rows, num: int, purpose: str) -> Rows:
 
 
 def _balanced(task: ProbeTask, rows: Rows, num: int) -> Rows:
-    """Return `num` random rows of each class, in the order of the source."""
+    """Return `num` random rows of each class or value, in the order of the source."""
     by_label: dict[Any, Rows] = {}
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
@@ -287,9 +288,9 @@ def _to_split(rows: Rows, kind: str) -> TaskSplit:
 
 
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
-    """Return the rows of source splits that match `where`, the class names, and the number of blank rows.
+    """Return the rows of source splits that match `where`, the class names on the Hub, and the number of blank rows.
 
-    Labels are still raw.
+    Labels are returned as in the source.
     """
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
@@ -307,7 +308,7 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
 def _to_classes(
     task: ProbeTask, parts: Mapping[str, Rows], names: tuple[str, ...] | None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """Replace labels by class indices and return the class names; `names` are the class names on the Hub."""
+    """Replace labels by class indices, and return the class names. `names` are the class names on the Hub."""
     parts = {part: [row._replace(label=_class_label(task, row)) for row in rows] for part, rows in parts.items()}
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
@@ -322,7 +323,8 @@ def _to_classes(
             if row.label not in index_of:
                 expected = f"one of {', '.join(names)} or a number from 0 to {len(names) - 1}"
                 raise task.refusal("classes", f"{row.location} has the label {row.label!r}, expected {expected}")
-        if task.classes is None:  # drop classes named on the Hub that do not occur in the selected rows
+        # Drop classes on the Hub that do not occur in the selected rows.
+        if task.classes is None:
             used = sorted({index_of[label] for label in labels})
             new = {index: new_index for new_index, index in enumerate(used)}
             index_of = {label: new[index] for label, index in index_of.items() if index in new}
@@ -374,7 +376,8 @@ def _text(task: ProbeTask, read: Columns, row: int) -> str:
             raise TypeError(f"expected text, found {type(text).__name__}")
     except (LookupError, TypeError) as error:
         raise task.refusal("text", f"row {row} of {read.origin} does not fit {task.text!r} ({error})") from error
-    return text.encode("utf-8", "replace").decode() if text.strip() else ""  # JSON can hold half a surrogate pair
+    # JSON can hold a lone surrogate, which UTF-8 cannot encode.
+    return text.encode("utf-8", "replace").decode() if text.strip() else ""
 
 
 def _class_label(task: ProbeTask, row: Row) -> int | str:
@@ -390,7 +393,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-# Rows are drawn and held out by the seed and the texts, not by the order of the rows.
+# Which rows are drawn or held out depends on the seed and the texts, not on the order of the rows.
 
 
 def normalised(text: str) -> str:
@@ -401,8 +404,8 @@ def normalised(text: str) -> str:
 def draw(keys: Sequence[str], num: int, *, seed: int, purpose: str) -> list[int]:
     """Draw the indices of `num` rows, in ascending order.
 
-    Rows are sorted by a hash of (seed, purpose, key), and the first are taken. So the draw does not depend on the order
-    of the rows, and a larger draw includes a smaller one. Repeated keys are numbered before hashing.
+    Rows are sorted by a hash of (seed, purpose, key), and the first `num` are taken. So the draw does not depend on the
+    order of the rows, and a larger draw includes a smaller one. Repeated keys are numbered before hashing.
     """
     seen: Counter[str] = Counter()
     sort_keys = []
@@ -415,11 +418,13 @@ def draw(keys: Sequence[str], num: int, *, seed: int, purpose: str) -> list[int]
 def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, seed: int, purpose: str) -> list[bool]:
     """Return which rows to hold out: `share` of each stratum, without separating rows with equal keys.
 
-    All rows with one key form a unit. Units are sorted by a hash of (seed, purpose, key). In this order, each unit is
-    held out if it fits into the remaining quotas of its strata. Quotas are rounded so that their sum is the rounded
-    share of all rows, and one row of each stratum is never held out. In a second pass, units that exceed the remaining
-    quotas are also held out if this brings the counts closer to the quotas. If no unit qualifies, the one that brings
-    them closest is held out, unless it is the only unit.
+    All rows with one key form a unit. Units are sorted by a hash of (seed, purpose, key). In this order, a unit is held
+    out if it fits into the remaining quotas of its strata. Quotas are rounded so that their sum is the rounded share of
+    all rows, and at least one row of each stratum remains.
+
+    In a second pass, units that exceed the remaining quotas are also held out if this brings the counts closer to the
+    quotas. If no unit qualifies in either pass, the unit that brings the counts closest is held out, unless it is the
+    only unit.
     """
     by_key: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
@@ -430,7 +435,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
 
     def gain(count: Counter[Hashable]) -> int:
-        """Decrease of the sum of squared differences from the quotas if a unit is held out."""
+        """Return how much holding out a unit decreases the sum of squared differences from the quotas."""
         return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
 
     def fits(count: Counter[Hashable]) -> bool:
@@ -444,7 +449,8 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
             if index not in held and rule(count):
                 held.add(index)
                 taken.update(count)
-    if not held and len(units) > 1:  # every unit is far larger than its quota
+    # Nothing is held out if every unit is far larger than its quota.
+    if not held and len(units) > 1:
         held.add(max(range(len(units)), key=lambda index: gain(counts[index])))
     chosen = {row for index in held for row in units[index]}
     return [row in chosen for row in range(len(keys))]

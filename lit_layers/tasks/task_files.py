@@ -2,9 +2,9 @@
 
 A local copy is described by an entry of the `tasks.yaml` in a folder of local data.
 
-Files are read by pyarrow and not by `datasets`. `datasets` parses the csv cells 000 and NA as a number and a missing
-value. On 10,000 rows it takes 0.8 s of CPU time (2 s without a cached copy), and pyarrow takes 0.1 s. Both take seconds
-to import, so only the functions that need them import them.
+pyarrow reads the files. `datasets` would read the csv cell 000 as a number and NA as a missing value. On 10,000 rows,
+`datasets` takes 0.8 s of CPU time (2 s without a cached copy), and pyarrow takes 0.1 s. Both take seconds to import, so
+only the functions that need them import them.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
 MAPPING = "tasks.yaml"
-_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # results are saved in folders with these names
+_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # a task name is also the name of the folder of its results
 
 
 def version_of(package: str) -> str:
@@ -57,7 +57,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide progress bars, warnings and all other output on stdout and stderr within the context."""
+    """Hide warnings, progress bars and all other output of Python on stdout and stderr within the context."""
     hidden = io.StringIO()
     with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,17 +68,17 @@ class Columns(NamedTuple):
     """Columns read from a data set."""
 
     values: dict[str, list[Any]]  # columns of equal length
-    class_names: dict[str, tuple[str, ...]]  # class names on the Hub, by integer column
+    class_names: dict[str, tuple[str, ...]]  # column of class indices -> class names on the Hub
     origin: str  # file or split, for error messages
 
 
 def is_local(source: str) -> bool:
-    """Return whether a source names local files, which need not exist; any other source is a Hub data set."""
+    """Return whether a source names local files, which need not exist. Any other source is a Hub data set."""
     return PATTERN in source or source.endswith(SUFFIXES) or source.startswith((".", "/", "~")) or Path(source).exists()
 
 
 def is_one_file(source: str) -> bool:
-    """Return whether every split would be read from the same file."""
+    """Return whether a source is one file, so that every split would be read from it."""
     return source.endswith(SUFFIXES) and PATTERN not in source
 
 
@@ -148,7 +148,7 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
     import pyarrow as pa
     import pyarrow.csv as pc
 
-    # Read texts and labels as strings: the text "000" is not a number, and the label "01" is not "1".
+    # Read texts and labels as strings: the text "000" is not a number, and the label "01" differs from "1".
     written = {column: pa.string() for column, use in columns.items() if use in ("text", "label")}
     try:
         table = pc.read_csv(
@@ -164,7 +164,7 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _parse_labels(cells: list[str | None]) -> list[Any]:
-    """Convert labels to integers or floats if all are numbers; one name, such as "01", leaves all as strings."""
+    """Convert labels to integers or floats if all are numbers. One other label, such as "01", keeps all as strings."""
     filled = {cell for cell in cells if cell}
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -192,8 +192,8 @@ def json_objects(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = dict(**json.loads(line))  # also accepts half a surrogate pair
-            except (ValueError, TypeError) as error:  # also raised for bytes that are not UTF-8
+                row = dict(**json.loads(line))  # a lone surrogate is accepted
+            except (ValueError, TypeError) as error:  # ValueError: also bytes that are not UTF-8
                 raise InputError(f"{path}, line {lineno}: expected a JSON object ({error})") from error
             yield row
 
@@ -211,12 +211,12 @@ class TaskFiles:
 
     Args:
         folder: The folder of local data.
-        files: A path within the folder, which contains {split} if there are several splits; or the path, or list of
-            paths, of each split.
+        files: A path within the folder, which contains {split} if there are several splits. Or a mapping from each
+            split to a path or a list of paths.
         columns: Maps column names of the official data set to those in the files.
-        where: Columns and the value that rows must have to be read.
+        where: Maps columns to the value that a row must have to be read.
         options: Options of the task that differ for this copy.
-        difference: Difference from the official data, in words, for the result files.
+        difference: Description of how the copy differs from the official data, for the result files.
     """
 
     folder: Path
@@ -239,7 +239,7 @@ class TaskFiles:
         return [self.folder / name.replace(PATTERN, split) for name in ([names] if isinstance(names, str) else names)]
 
     def content_hash(self, splits: Sequence[str]) -> str:
-        """Return a hash of the files of some splits and of the other settings of this copy.
+        """Return a hash of the files of some splits and of the columns, conditions and options of this copy.
 
         Raises:
             InputError: A file is missing.
@@ -253,7 +253,7 @@ class TaskFiles:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the official name of each column to the option that names it, for error messages.
+            columns: Maps the official name of each column to the option that error messages name for it.
 
         Raises:
             InputError: A file or column is missing, or a file is damaged.
@@ -293,7 +293,7 @@ class Task:
         return InputError(f"task {self.name}: {option}: {sentence}")
 
     def localized(self, folder: str | Path | None) -> Self:
-        """Return this task, reading from its local copy in `folder`; with None return it unchanged.
+        """Return this task, reading from its local copy in `folder`. Return it unchanged if `folder` is None.
 
         Raises:
             InputError: The folder's `tasks.yaml` is missing or invalid, or has no such task.
@@ -304,14 +304,14 @@ class Task:
         """Return this task, reading from a local copy and with the options of that copy.
 
         Raises:
-            InputError: The task does not have an option of the copy, or a value has another type.
+            InputError: The copy has an option that the task lacks, or a value has another type.
         """
         task = replace(self, **self.checked_options(copy.options, f"{copy.folder / MAPPING}: options"))
         object.__setattr__(task, "copy", copy)
         return task
 
     def checked_options(self, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Check options against the fields of this type of task, except name, source and use, and return them."""
+        """Check options against the fields of this task's class, except name, source and use, and return them."""
         kind = type(self)
         allowed = schema.some_of(kind, without=("name", "source", "use"))
         return schema.check(options, allowed, f"task {self.name}: {where}", f"see the options of {kind.__name__}")
@@ -321,7 +321,7 @@ class Task:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the name of each column to the option that names it, for error messages.
+            columns: Maps the name of each column to the option that error messages name for it.
 
         Raises:
             InputError: A split, file or column is missing, a file is damaged, or the Hub does not answer.

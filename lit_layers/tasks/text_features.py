@@ -39,17 +39,21 @@ class TaskRows:
         return len(self.data.classes or ())
 
     def errors_of_mean(self, part: str) -> Tensor | None:
-        """Return the squared errors (rows,) of predicting the training mean, or None for a classification."""
+        """Return the squared errors (rows,) if the training mean is predicted, or None for a classification."""
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
 
     def where(self, masks: Mapping[str, Tensor]) -> "TaskRows":
-        """Return these rows with only the targets selected by `masks` (rows,); the texts are unchanged."""
+        """Return these rows with only the targets that `masks` (rows,) select. The texts are unchanged."""
         return replace(self, targets={part: targets[masks[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
-        """Return tags with the counts, if above 0, of rows that were dropped, truncated, conflicting or unseen."""
+        """Return tags with counts above 0.
+
+        They count duplicates and blank rows that were dropped, conflicting targets, test rows of a class that train
+        lacks, and truncated texts.
+        """
         data = self.data
         names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
         counts = {name: getattr(data, name) for name in names}
@@ -58,7 +62,7 @@ class TaskRows:
 
 
 class TaskReader:
-    """A reader of a task that loads it once and tokenizes its texts once for each limit of tokens."""
+    """A reader of a task. It loads the task once, and tokenizes the texts once for each limit of tokens."""
 
     def __init__(
         self,
@@ -92,7 +96,7 @@ class TaskReader:
         return self._encoded(self.data().test.texts, self._max_tokens).tokenizer_hash
 
     def rows(self, model: LayeredModel, *, join_validation: bool) -> TaskRows:
-        """Return the rows for a model, truncated at its own limit of tokens if that is lower.
+        """Return the rows for a model, truncated at `max_tokens` or at the model's own limit if that is lower.
 
         With `join_validation`, train also contains the validation rows.
 
@@ -126,7 +130,7 @@ _FILE = "features.npy"
 class LayerFeatures:
     """Features of all layers, read from a temporary file one layer at a time.
 
-    The file (layers + 1, rows, dim) is deleted with the object.
+    The file, an array (layers + 1, rows, dim), is deleted together with the object.
     """
 
     def __init__(self, scratch: Scratch) -> None:
@@ -162,7 +166,7 @@ def text_features(
         model: The model.
         texts: The texts.
         pooling: The "last" real token, the "mean" over real tokens, the first token ("cls"), or "centered_unit_mean" as
-            in `pool`, which is NaN for a text where it is undefined.
+            in `pool`. The last is NaN for a text where it is undefined.
         states: A convention of hidden states of `lit_layers.models.view`, applied before pooling.
         max_tokens: Most tokens per batch.
         undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
@@ -189,7 +193,7 @@ def text_features(
 
 
 def length_batches(texts: EncodedTexts) -> list[Batch]:
-    """Return batches of texts with similar lengths; the column `row` holds the indices of the texts."""
+    """Return batches of texts with similar lengths. The column `row` holds the indices of the texts."""
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
@@ -218,11 +222,12 @@ def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
 
 @contextmanager
 def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Yield a new memory-mapped array; a lack of disk space raises before anything is written."""
+    """Yield a new memory-mapped array. If the disk lacks space for it, raise before anything is written."""
     file = scratch.folder / _FILE
     with naming(file):
         values = np.lib.format.open_memmap(file, "w+", dtype, shape)
-        if hasattr(os, "posix_fallocate"):  # without it, a full disk kills the process with SIGBUS
+        # Without this reservation, a full disk would kill the process with SIGBUS.
+        if hasattr(os, "posix_fallocate"):
             with file.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
         yield values
@@ -239,20 +244,21 @@ def _vectors(
     """Return pooled vectors (batch, dim) on the CPU, NaN if undefined, and a mask of rows with finite states."""
     hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
-    # "centered_unit_mean" can be NaN for finite states, so finiteness is checked on the plain mean
+    # "centered_unit_mean" can be NaN for finite states, so the plain mean shows whether states are finite.
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
     pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
     return pooled.cpu().to(getattr(torch, _dtype(model))), finite
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Return pooled states (batch, dim); a mean is computed in float64."""
-    if pooling == "mean":  # `pool` copies the real tokens, which takes a third of a small model's pass
+    """Return pooled states (batch, dim). The mean is computed in float64."""
+    # Not by `pool`: it copies the real tokens, which takes a third of a small model's forward pass.
+    if pooling == "mean":
         real = mask[..., None]
         return hidden.masked_fill(~real, 0.0).sum(1, dtype=torch.float64) / real.sum(1)
     if pooling not in ("last", "cls"):
         return pool(hidden, mask, pooling=pooling, undefined="nan")
     positions = torch.arange(mask.shape[1], device=mask.device)
-    real = torch.where(mask, positions, -1 if pooling == "last" else mask.shape[1])
-    chosen = real.amax(1) if pooling == "last" else real.amin(1)
+    candidates = torch.where(mask, positions, -1 if pooling == "last" else mask.shape[1])
+    chosen = candidates.amax(1) if pooling == "last" else candidates.amin(1)
     return hidden[torch.arange(len(hidden), device=hidden.device), chosen]
