@@ -124,8 +124,8 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
     Truncation keeps the special tokens: a final [SEP] remains the last token.
 
     Raises:
-        InputError: The tokenizer does not exist, `max_tokens` leaves no room for a text next to the special tokens, or
-            a text gives no token or contains a lone surrogate.
+        InputError: The tokenizer does not exist, or `max_tokens` leaves no room for a text next to the special tokens.
+            Also if a text gives no token or contains a lone surrogate.
     """
     for row, text in enumerate(texts):
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -272,9 +272,9 @@ _EXPECTED = (
 class GivenBatches(Batches):
     """The batches of a DataLoader, a data set or a list, read once so that every checkpoint sees the same ones.
 
-    A batch is a tensor of token ids `(batch, tokens)`, a tensor of images `(batch, channels, height, width)`, or a dict
-    with one of them as `input_ids` or `pixel_values`. It may also be a pair of one of these and labels. A row of a data
-    set has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
+    A batch is a tensor of token ids `(batch, tokens)` or of images `(batch, channels, height, width)`. It may also be a
+    dict with that tensor as `input_ids` or `pixel_values`, or a pair of one of these and labels. A row of a data set
+    has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
 
     Raises:
         InputError: The data has another type. On the first iteration: a batch has another form, there is no batch, or

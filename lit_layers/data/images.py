@@ -22,8 +22,8 @@ from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
-# Images of parquet files and of the Hub stay decoded in memory up to this size in px (CIFAR-10: 50,000 x 3 x 32 x 32 B
-# = 0.15 GB). Images in folders of files count as large.
+# Images of parquet files and of the Hub stay decoded in memory up to this size in px. CIFAR-10 takes 50,000 x 3 x 32 x
+# 32 B = 0.15 GB. Images in folders of files count as large.
 SMALL = 64
 _HELD_OUT = ("val", "valid", "validation", "test")
 # Pillow raises these for unreadable files.

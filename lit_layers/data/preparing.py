@@ -275,7 +275,7 @@ def _write(
             file.truncate(state["sizes"][name])  # drops what was written after the last save
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
-        size, last = 0, time.monotonic()
+        size, saved_at = 0, time.monotonic()
         documents = tqdm(_assign(source, limit), disable=None if progress else True, unit=" documents")
         for read, (text, split, value) in enumerate(documents, start=1):
             if read <= state["read"]:
@@ -289,9 +289,9 @@ def _write(
             chains[split] = hashlib.sha256(f"{chains[split]}/{value}".encode()).hexdigest()
             if size >= CHUNK_BYTES:
                 write()
-                if time.monotonic() - last >= SAVE_SECONDS:
+                if time.monotonic() - saved_at >= SAVE_SECONDS:
                     save(read)
-                    last = time.monotonic()
+                    saved_at = time.monotonic()
                 size = 0
         write()
     saved.unlink(missing_ok=True)

@@ -227,8 +227,8 @@ SPLIT_NAME = re.compile(
 class LocalText(Source):
     """The text files at or below a path, sorted by name.
 
-    The source has its own splits if the name or a folder of every file names one, such as `train` or `dev`, and if
-    train and validation are among them.
+    File or folder names such as `train` and `dev` define splits. The source has its own splits if every file belongs to
+    a split, and if there are files of train and of validation.
     """
 
     def __init__(
