@@ -392,9 +392,9 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         }
 
     def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
-        compared = self.chosen(model)
-        for number, variant in enumerate(compared, 1):
-            self.notify(f"training {variant} on {self.recipe.task} ({number} of {len(compared)})")
+        variants = self.chosen(model)
+        for number, variant in enumerate(variants, 1):
+            self.notify(f"training {variant} on {self.recipe.task} ({number} of {len(variants)})")
             scores = self.variant_scores(model, variant)
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 

@@ -76,7 +76,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 def save_step(model: nn.Module, root: Path, step: int, tokenizer: str | Path | None) -> None:
     """Save the model of a step as a Hugging Face folder, complete or not at all.
 
-    An existing folder of this step is not written again, because it holds the same weights: a run that goes back to an
+    An existing folder of this step is not written again, because it holds the same weights. A run that goes back to an
     earlier step moves the folders of later steps away.
     """
     folder = step_folder(root, step)
