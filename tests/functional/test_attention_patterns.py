@@ -1,4 +1,4 @@
-"""Scores of attention weights against loops in plain Python, and weights read off blocks against transformers' own."""
+"""Attention scores against plain Python loops, and weights read from blocks against those of transformers."""
 
 import math
 
@@ -26,7 +26,7 @@ def weights(batch: int = 2, heads: int = 3, tokens: int = 7) -> Tensor:
     return drawn / drawn.sum(-1, keepdim=True)
 
 
-def test_scores_are_means_over_the_queries_behind_the_first():
+def test_scores_are_means_over_all_queries_after_the_first():
     w = weights()
     for prompt in range(2):
         for head in range(3):
@@ -44,13 +44,13 @@ def test_scores_are_means_over_the_queries_behind_the_first():
             assert prefix_matching_score(w, IDS)[prompt, head].item() == pytest.approx(sum(found) / len(found))
 
 
-def test_weights_that_are_not_finite_and_tokens_that_are_alone_have_no_score():
-    spoilt = weights()
-    spoilt[1, 0, 5] = torch.nan
+def test_non_finite_weights_single_tokens_and_unrepeated_tokens_have_no_score():
+    broken = weights()
+    broken[1, 0, 5] = torch.nan
     for score in (attention_entropy, sink_mass, previous_token_score):
-        assert score(spoilt, undefined="nan").isnan().tolist() == [[False] * 3, [True, False, False]]
+        assert score(broken, undefined="nan").isnan().tolist() == [[False] * 3, [True, False, False]]
         with pytest.raises(ValueError, match="a weight is not finite"):
-            score(spoilt)
+            score(broken)
         with pytest.raises(ValueError, match="it takes 2 tokens"):
             score(weights()[..., :1, :1])
     with pytest.raises(ValueError, match="no token occurs twice"):
@@ -58,11 +58,11 @@ def test_weights_that_are_not_finite_and_tokens_that_are_alone_have_no_score():
     assert prefix_matching_score(weights(1), torch.arange(7)[None], undefined="nan").isnan().all()
 
 
-def test_uniform_attention_is_what_chance_gives():
+def test_uniform_attention_scores_at_chance():
     chance = uniform_attention(12, causal=True)[None]
-    one_over = sum(1 / n for n in range(2, 13)) / 11
-    assert sink_mass(chance).item() == pytest.approx(one_over)
-    assert previous_token_score(chance).item() == pytest.approx(one_over)
+    mean_reciprocal = sum(1 / n for n in range(2, 13)) / 11
+    assert sink_mass(chance).item() == pytest.approx(mean_reciprocal)
+    assert previous_token_score(chance).item() == pytest.approx(mean_reciprocal)
     assert attention_entropy(chance).item() == pytest.approx(sum(math.log(n) for n in range(2, 13)) / 11)
     both = uniform_attention(12, causal=False)
     assert previous_token_score(both).item() == pytest.approx(1 / 12)
@@ -79,8 +79,8 @@ def attention_of(name: str, attention: str | None, layer: int):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "gemma2", "mpt"])
-def test_weights_read_off_a_block_are_those_that_transformers_gives(name):
-    """Eager attention says its own weights; ours are the same under eager and fused attention."""
+def test_weights_read_from_a_block_equal_those_of_transformers(name):
+    """Compare blocks with eager and with fused attention with the eager weights of transformers."""
     for layer in range(1, LAYERS + 1):
         model, batch, _, eager = attention_of(name, "eager", layer)
         with torch.no_grad():
@@ -91,6 +91,6 @@ def test_weights_read_off_a_block_are_those_that_transformers_gives(name):
             torch.testing.assert_close(found, expected.to(found), rtol=1e-5, atol=1e-6)
 
 
-def test_a_block_without_attention_says_so():
+def test_a_block_without_attention_is_refused():
     with pytest.raises(Unsupported, match="no attention of a known kind"):
         attention_of("mamba_lm", None, 1)

@@ -1,4 +1,4 @@
-"""Schedules against lists written by hand, against the released ranges counted from 0, and by their identities."""
+"""Block schedules against hand-written lists, the 0-based ranges of the released code, and identities."""
 
 import random
 
@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from lit_layers.functional import block_schedules as schedules
 
-PLACES = st.integers(2, 40).flatmap(lambda blocks: st.tuples(st.just(blocks), st.integers(0, (blocks - 2) // 2)))
+SIZES = st.integers(2, 40).flatmap(lambda blocks: st.tuples(st.just(blocks), st.integers(0, (blocks - 2) // 2)))
 
 
-def test_the_variants_of_eight_blocks_by_hand():
+def test_schedules_of_eight_blocks_equal_hand_written_ones():
     assert schedules.baseline(8) == (1, 2, 3, 4, 5, 6, 7, 8)
     assert schedules.skip(8, 1) == (1, 2, 8)
     assert schedules.middle_repeat(8, 1) == (1, 2, 5, 5, 5, 5, 5, 8)
@@ -25,9 +25,9 @@ def test_the_variants_of_eight_blocks_by_hand():
     assert schedules.skip(5, 0) == (1,)  # T = 5, N = 0: prefix 1, middle 2..5, no suffix
 
 
-@given(PLACES, st.integers(0, 9))
-def test_a_random_order_is_that_of_pythons_own_shuffle_and_leaves_the_global_state(place, seed):
-    blocks, start = place
+@given(SIZES, st.integers(0, 9))
+def test_a_random_order_equals_pythons_shuffle_and_keeps_the_global_random_state(blocks_and_start, seed):
+    blocks, start = blocks_and_start
     state = random.getstate()
     middle = list(range(start + 2, blocks - start + 1))
     random.Random(seed).shuffle(middle)
@@ -36,9 +36,9 @@ def test_a_random_order_is_that_of_pythons_own_shuffle_and_leaves_the_global_sta
     assert random.getstate() == state
 
 
-@given(PLACES)
-def test_prefix_middle_and_suffix_have_the_released_lengths(place):
-    blocks, start = place
+@given(SIZES)
+def test_prefix_middle_and_suffix_have_the_released_lengths(blocks_and_start):
+    blocks, start = blocks_and_start
     middle = schedules.middle(blocks, start)
     assert len(middle) == blocks - 2 * start - 1 >= 1
     assert len(schedules.skip(blocks, start)) == 2 * start + 1
@@ -48,9 +48,9 @@ def test_prefix_middle_and_suffix_have_the_released_lengths(place):
     assert sorted(schedules.reverse(blocks, start)) == list(range(1, blocks + 1))
 
 
-@given(PLACES, st.integers(0, 99))
-def test_no_order_is_farther_from_the_baseline_than_the_reverse(place, seed):
-    blocks, start = place
+@given(SIZES, st.integers(0, 99))
+def test_no_order_is_farther_from_the_baseline_than_the_reverse(blocks_and_start, seed):
+    blocks, start = blocks_and_start
     num_middle = blocks - 2 * start - 1
     assert schedules.kendall_distance(schedules.reverse(blocks, start)) == num_middle * (num_middle - 1) // 2
     shuffled = schedules.kendall_distance(schedules.random(blocks, start, seed=seed))
@@ -59,7 +59,7 @@ def test_no_order_is_farther_from_the_baseline_than_the_reverse(place, seed):
     assert schedules.kendall_distance([2, 3, 1]) == 2
 
 
-def test_a_schedule_is_read_as_it_is_written():
+def test_a_schedule_text_is_parsed_and_formatted():
     text = "1 2 (3,4,5) (3,4,5) 6"
     assert schedules.parse_schedule(text, 6) == (1, 2, (3, 4, 5), (3, 4, 5), 6)
     assert schedules.format_schedule(schedules.parse_schedule(text, 6)) == text
@@ -67,7 +67,7 @@ def test_a_schedule_is_read_as_it_is_written():
 
 
 @given(st.lists(st.integers(1, 9) | st.lists(st.integers(1, 9), min_size=2, max_size=4).map(tuple), min_size=1))
-def test_writing_and_reading_gives_any_schedule_back(steps):
+def test_formatting_and_parsing_returns_any_schedule(steps):
     assert schedules.parse_schedule(schedules.format_schedule(steps), 9) == tuple(steps)
 
 
@@ -89,7 +89,7 @@ def test_writing_and_reading_gives_any_schedule_back(steps):
         (lambda: schedules.parse_schedule("1 -2", 4), "numbers and groups such as 1 2 (3,4,5) 6, got '1 -2'"),
     ],
 )
-def test_what_is_no_schedule_is_refused(call, sentence):
+def test_invalid_schedules_are_refused(call, sentence):
     with pytest.raises((ValueError, TypeError)) as refused:
         call()
     assert sentence in str(refused.value)

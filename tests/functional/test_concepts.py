@@ -1,4 +1,4 @@
-"""Concept alignment against loops over pairs, hand-solved arrangements, invariances, refusals."""
+"""Concept alignment against loops over pairs and hand-solved cases, with invariances and refusals."""
 
 import itertools
 import math
@@ -17,8 +17,8 @@ def cosine(a, b, metric=None):
     return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
 
 
-def by_loops(first, second, metric=None):
-    """Gram, mean over i < j and leave-one-out of arrays (pairs, dim), pair by pair."""
+def alignment_from_loops(first, second, metric=None):
+    """Return the Gram matrix, the mean over i < j and the leave-one-out mean of arrays (pairs, dim)."""
     deltas = second - first
     size = len(deltas)
     gram = np.array([[cosine(a, b, metric) for b in deltas] for a in deltas])
@@ -31,16 +31,16 @@ def test_every_value_agrees_with_loops_over_pairs():
     first, second = normal(2, 3, 9, 6), normal(2, 3, 9, 6, seed=1) + 2  # the two kinds of words differ in the mean
     found = concept_alignment(first, second, shuffles=4, seed=3)
     assert found.gram.shape == (2, 3, 9, 9)
-    for place in itertools.product(range(2), range(3)):
-        a, b = first[place].numpy(), second[place].numpy()
-        gram, mean, leave_one_out = by_loops(a, b)
-        np.testing.assert_allclose(found.gram[place], gram, atol=1e-10)
-        assert found.mean[place].item() == pytest.approx(mean, abs=1e-10)
-        np.testing.assert_allclose(found.by_pair[place], (gram.sum(1) - 1) / 8, atol=1e-10)
-        assert found.leave_one_out[place].item() == pytest.approx(leave_one_out, abs=1e-10)
-        shuffled = np.mean([by_loops(a, b[order.numpy()])[1] for order in _derangements(9, 4, 3)])
-        assert found.shuffled[place].item() == pytest.approx(shuffled, abs=1e-10)
-        assert found.excess[place].item() == pytest.approx(mean - shuffled, abs=1e-10)
+    for index in itertools.product(range(2), range(3)):
+        a, b = first[index].numpy(), second[index].numpy()
+        gram, mean, leave_one_out = alignment_from_loops(a, b)
+        np.testing.assert_allclose(found.gram[index], gram, atol=1e-10)
+        assert found.mean[index].item() == pytest.approx(mean, abs=1e-10)
+        np.testing.assert_allclose(found.by_pair[index], (gram.sum(1) - 1) / 8, atol=1e-10)
+        assert found.leave_one_out[index].item() == pytest.approx(leave_one_out, abs=1e-10)
+        shuffled = np.mean([alignment_from_loops(a, b[order.numpy()])[1] for order in _derangements(9, 4, 3)])
+        assert found.shuffled[index].item() == pytest.approx(shuffled, abs=1e-10)
+        assert found.excess[index].item() == pytest.approx(mean - shuffled, abs=1e-10)
 
 
 def test_four_pairs_solved_by_hand():
@@ -49,7 +49,7 @@ def test_four_pairs_solved_by_hand():
     half = math.sqrt(0.5)
     found = concept_alignment(first, second)
     assert found.mean.item() == pytest.approx((0 + half - 1 + half + 0 - half) / 6)
-    # the others' sums: (-3, 4), (-1, 1), (-2, 3), (3, 4)
+    # sums of the other deltas: (-3, 4), (-1, 1), (-2, 3), (3, 4)
     expected = (-3 / 5 + half + 1 / math.sqrt(26) - 3 / 5) / 4
     assert found.leave_one_out.item() == pytest.approx(expected)
 
@@ -69,13 +69,13 @@ def test_rotation_translation_scale_order_and_swapped_sides_change_nothing():
 
 def test_a_derangement_moves_every_word_and_all_are_equally_probable():
     drawn = [tuple(order.tolist()) for order in _derangements(4, 4500, seed=0)]
-    assert all(place != word for order in drawn for place, word in enumerate(order))
+    assert all(index != word for order in drawn for index, word in enumerate(order))
     counts = {order: drawn.count(order) for order in set(drawn)}
-    assert len(counts) == 9  # all there are
+    assert len(counts) == 9  # all derangements of 4 words
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 26.1  # chi-square, 8 degrees, p = 0.001
 
 
-def test_shuffles_depend_on_the_seed_alone_and_leave_the_global_generator_alone():
+def test_shuffles_depend_only_on_the_seed_and_keep_the_global_random_state():
     first, second = normal(8, 6), normal(8, 6, seed=1)
     before = torch.get_rng_state()
     found = concept_alignment(first, second)
@@ -87,10 +87,10 @@ def test_shuffles_depend_on_the_seed_alone_and_leave_the_global_generator_alone(
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_shuffled_pairs_of_one_point_are_left_out():
+def test_shuffled_pairs_with_a_zero_delta_are_left_out():
     first = normal(5, 4)
     second = normal(5, 4, seed=1)
-    second[1] = first[0]  # antonyms: before - after, after - before
+    second[1] = first[0]  # antonyms come in both orders: before - after, after - before
     second[0] = first[1]
     found = concept_alignment(first, second, shuffles=40)
     values = []
@@ -102,11 +102,11 @@ def test_shuffled_pairs_of_one_point_are_left_out():
     assert found.shuffled.item() == pytest.approx(np.mean(values))
     first, second = torch.eye(3).double(), torch.tensor([[2.0, 3, 4], [1, 0, 0], [1, 0, 0]]).double()
     (order,) = _derangements(3, 1, 0)
-    deltas = (second[order] - first)[1:].numpy()  # the first is a point, in either order
+    deltas = (second[order] - first)[1:].numpy()  # the first delta is zero in both derangements
     assert concept_alignment(first, second, shuffles=1).shuffled.item() == pytest.approx(cosine(*deltas))
 
 
-def test_a_layer_with_a_zero_delta_is_nan_alone_and_named_when_refused():
+def test_only_the_layer_with_a_zero_delta_is_nan_and_a_refusal_names_it():
     first, second = normal(2, 5, 3), normal(2, 5, 3, seed=1)
     expected = concept_alignment(first[1], second[1])
     second[0, 2] = first[0, 2]
@@ -122,7 +122,7 @@ def test_a_layer_with_a_zero_delta_is_nan_alone_and_named_when_refused():
         concept_alignment(first, second)
 
 
-def test_others_that_cancel_leave_leave_one_out_alone_undefined():
+def test_only_leave_one_out_is_undefined_if_the_other_deltas_cancel():
     deltas = torch.tensor([[0.1, 0.2], [-0.1, -0.2], [3.0, 1.0]])
     found = concept_alignment(torch.zeros(3, 2), deltas, undefined="nan")
     assert found.leave_one_out.isnan()
@@ -138,6 +138,6 @@ def test_others_that_cancel_leave_leave_one_out_alone_undefined():
         (torch.ones(3, 4), torch.zeros(3, 5), r"\(3, 4\) and \(3, 5\)"),
     ],
 )
-def test_what_has_no_alignment_is_refused(first, second, shapes):
+def test_too_few_pairs_and_unequal_shapes_are_refused(first, second, shapes):
     with pytest.raises(ValueError, match=f"of one shape .*, 3 pairs or more, got {shapes}"):
         concept_alignment(first, second)

@@ -1,4 +1,4 @@
-"""Correlations over models: definitions written out in float64, closed forms, invariances, refusals."""
+"""Correlations over models against float64 definitions and closed forms, with invariances and refusals."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def pair(seed: int, n: int = 17, *, ties: bool = False) -> tuple[list[float], li
     return ((3 * x).round().tolist(), (3 * y).round().tolist()) if ties else (x.tolist(), y.tolist())
 
 
-def by_sums(x: list[float], y: list[float]) -> float:
+def pearson_from_sums(x: list[float], y: list[float]) -> float:
     """Pearson's r from raw sums, exactly rounded."""
     n = len(x)
     sx, sy = math.fsum(x), math.fsum(y)
@@ -56,8 +56,8 @@ def test_the_coefficients_agree_with_their_definitions():
     for ties in [False, True]:
         for seed in SEEDS:
             x, y = pair(seed, ties=ties)
-            assert pearson(x, y).value == pytest.approx(by_sums(x, y), rel=1e-12)
-            assert spearman(x, y).value == pytest.approx(by_sums(ranks(x), ranks(y)), rel=1e-12)
+            assert pearson(x, y).value == pytest.approx(pearson_from_sums(x, y), rel=1e-12)
+            assert spearman(x, y).value == pytest.approx(pearson_from_sums(ranks(x), ranks(y)), rel=1e-12)
             assert kendall(x, y).value == pytest.approx(tau_b(x, y), rel=1e-12)
             assert distance_correlation(x, y) == pytest.approx(dcor(x, y), rel=1e-10)
 
@@ -72,12 +72,12 @@ def test_three_points_solved_by_hand():
     assert kendall([-1, 0, 1], [1, 0, 3]).value == pytest.approx(1 / 3)
 
 
-def test_the_p_value_of_perfect_ranks_is_the_share_of_orders_that_agree_as_well():
+def test_the_p_value_of_perfect_ranks_is_the_share_of_permutations_with_equal_agreement():
     for sign in (1, -1):
         rows = np.arange(5) ** 3
-        as_far = [abs(stats.spearmanr(rows, order).statistic) > 1 - 1e-9 for order in itertools.permutations(range(5))]
+        extreme = [abs(stats.spearmanr(rows, order).statistic) > 1 - 1e-9 for order in itertools.permutations(range(5))]
         found = spearman(rows, sign * rows)
-        assert (found.value, found.p) == (pytest.approx(sign), pytest.approx(np.mean(as_far)))
+        assert (found.value, found.p) == (pytest.approx(sign), pytest.approx(np.mean(extreme)))
 
 
 def test_p_is_the_share_of_the_null_density_beyond_r():
@@ -88,13 +88,13 @@ def test_p_is_the_share_of_the_null_density_beyond_r():
         assert p_value(r, df) == pytest.approx(2 * tail, rel=1e-6)
 
 
-def test_the_p_of_kendall_is_the_share_of_all_orders_that_reach_it():
+def test_the_p_value_of_kendall_is_the_share_of_permutations_with_at_least_its_tau():
     x, y = list(range(6)), [1, 0, 2, 3, 5, 4]
     reached = [abs(tau_b(x, list(order))) >= tau_b(x, y) - 1e-12 for order in itertools.permutations(range(6))]
     assert kendall(x, y).p == pytest.approx(np.mean(reached))
 
 
-def test_perfect_lines_and_their_reverse():
+def test_perfect_lines_correlate_at_plus_or_minus_1():
     x = [0.1, 0.2, 0.7, 3.0, 3.1]
     for slope, sign in ((2.0, 1), (-0.5, -1)):
         y = [slope * v + 4 for v in x]
@@ -116,10 +116,10 @@ def test_affine_maps_and_the_order_of_the_rows_change_nothing():
         assert distance_correlation(-x, y) == pytest.approx(distance_correlation(x, y), rel=1e-10)
         assert pearson(-x, y).value == pytest.approx(-pearson(x, y).value, rel=1e-12)
         assert spearman(np.exp(x), y**3).value == pytest.approx(spearman(x, y).value, rel=1e-12)
-        assert pearson(x + 1e9, y).value == pytest.approx(pearson(x, y).value, rel=1e-5), "far from 0, too"
+        assert pearson(x + 1e9, y).value == pytest.approx(pearson(x, y).value, rel=1e-5), "also far from 0"
 
 
-def test_distance_correlation_sees_what_no_line_sees():
+def test_distance_correlation_detects_a_parabola_that_pearson_misses():
     x = np.linspace(-1, 1, 61)
     assert pearson(x, x**2).value == pytest.approx(0, abs=1e-12)
     assert distance_correlation(x, x**2) > 0.4
@@ -133,14 +133,14 @@ def test_the_null_of_distance_correlation_is_far_from_0_and_falls_with_the_numbe
         assert np.mean(found) == pytest.approx(expected, abs=0.025)
 
 
-# ---------------------------------------------------------------------------------------- with something held fixed
+# ---------------------------------------------------------------------------------------- partial correlations
 
 
-def test_the_partial_correlation_given_one_column_is_the_formula_of_the_three_coefficients():
+def test_the_partial_correlation_given_one_column_follows_from_the_three_coefficients():
     for seed in SEEDS:
         x, y = pair(seed)
         z = (np.array(pair(seed + 50)[0]) + 0.8 * np.array(x)).tolist()
-        xy, xz, yz = by_sums(x, y), by_sums(x, z), by_sums(y, z)
+        xy, xz, yz = pearson_from_sums(x, y), pearson_from_sums(x, z), pearson_from_sums(y, z)
         expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
         found = partial_correlation(x, y, [z])
         assert found.value == pytest.approx(expected, rel=1e-10)
@@ -148,7 +148,7 @@ def test_the_partial_correlation_given_one_column_is_the_formula_of_the_three_co
         assert found.p == p_value(found.value, found.df)
 
 
-def test_the_partial_correlation_given_several_is_that_of_the_inverse_of_their_covariance():
+def test_the_partial_correlation_given_several_columns_follows_from_the_inverse_covariance():
     for seed in SEEDS:
         rng = np.random.default_rng(seed)
         table = rng.standard_normal((20, 5)) @ rng.standard_normal((5, 5))
@@ -162,11 +162,11 @@ def test_the_partial_correlation_given_several_is_that_of_the_inverse_of_their_c
         assert partial_correlation(4 * x + 1, y, mixed).value == pytest.approx(expected, rel=1e-9), "affine maps"
         again = partial_correlation(x, y, [*given, given[0] - 2 * given[2], np.full(20, 3.0)])
         assert again.value == pytest.approx(expected, rel=1e-9)
-        assert again.df == found.df, "covariates that tell nothing new cost nothing"
+        assert again.df == found.df, "redundant covariates cost no degrees of freedom"
         assert partial_correlation(x, y, []) == pearson(x, y)
 
 
-def test_within_groups_is_the_partial_correlation_given_an_indicator_of_each():
+def test_the_correlation_within_groups_is_the_partial_correlation_given_group_indicators():
     for seed in SEEDS:
         x, y = map(np.array, pair(seed, 18))
         groups = ["a", "b", "b", "c", "a", "c"] * 3
@@ -180,19 +180,19 @@ def test_within_groups_is_the_partial_correlation_given_an_indicator_of_each():
         assert groupwise_correlation(x, shifted, groups).value == pytest.approx(found.value, rel=1e-9)
 
 
-def test_groups_can_hide_and_make_a_correlation():
+def test_groups_can_reverse_a_correlation():
     x, y = [0, 1, 2, 10, 11, 12], [2, 1, 0, 12, 11, 10]
     assert pearson(x, y).value > 0.9
     assert groupwise_correlation(x, y, [0, 0, 0, 1, 1, 1]).value == pytest.approx(-1)
-    alone = groupwise_correlation([*x, 99], [*y, -99], [0, 0, 0, 1, 1, 1, 2])
-    assert alone.value == pytest.approx(-1), "a group of one tells nothing"
-    assert alone.df == 3
+    with_single = groupwise_correlation([*x, 99], [*y, -99], [0, 0, 0, 1, 1, 1, 2])
+    assert with_single.value == pytest.approx(-1), "a group of one row has no effect"
+    assert with_single.df == 3
 
 
 # ---------------------------------------------------------------------------------------- lines, rows, resamples
 
 
-def test_the_line_is_that_of_the_normal_equations_and_its_band_holds_the_mean():
+def test_the_line_solves_the_normal_equations_and_its_band_covers_the_mean():
     x, y = map(np.array, pair(3))
     line = fit_line(x, y)
     design = np.stack([np.ones_like(x), x], 1)
@@ -206,11 +206,11 @@ def test_the_line_is_that_of_the_normal_equations_and_its_band_holds_the_mean():
     assert 0.92 <= hits / 400 <= 0.98
 
 
-def test_the_interval_of_a_correlation_is_that_of_fisher_for_many_rows():
+def test_the_interval_of_a_correlation_is_near_fishers_for_many_rows():
     rng = np.random.default_rng(5)
     x = rng.standard_normal(400)
     y = 0.5 * x + rng.standard_normal(400)
-    r = by_sums(x.tolist(), y.tolist())
+    r = pearson_from_sums(x.tolist(), y.tolist())
     found = bootstrap_rows(lambda rows: pearson(x[rows], y[rows]).value, 400)
     half = norm.ppf(0.975) / math.sqrt(397)
     assert found.low == pytest.approx(math.tanh(math.atanh(r) - half), abs=0.02)
@@ -222,13 +222,13 @@ def test_the_interval_of_a_correlation_is_that_of_fisher_for_many_rows():
 def test_undefined_resamples_are_left_out_and_counted():
     x, y = np.array([0.0, 1, 2]), np.array([0.0, 2, 1])
     found = bootstrap_rows(lambda rows: pearson(x[rows], y[rows]).value, 3, resamples=900)
-    assert found.num_undefined / 900 == pytest.approx(1 / 9, abs=0.03), "three rows alike: 3 of 27"
+    assert found.num_undefined / 900 == pytest.approx(1 / 9, abs=0.03), "three equal rows: 3 of 27"
     with pytest.raises(UndefinedError, match="undefined in 900 of 900 resamples of 3 rows"):
         bootstrap_rows(lambda rows: pearson(x[rows] * 0, y[rows]).value, 3, resamples=900)
 
 
 @pytest.mark.parametrize("coefficient", [pearson, spearman, kendall, distance_correlation, fit_line])
-def test_what_is_undefined_or_no_column_is_refused(coefficient):
+def test_undefined_coefficients_and_invalid_columns_are_refused(coefficient):
     with pytest.raises(UndefinedError, match="expected at least [34] rows, got 2"):
         coefficient([1, 2], [1, 2])
     with pytest.raises(UndefinedError, match="x is 2 in every row"):
@@ -239,7 +239,7 @@ def test_what_is_undefined_or_no_column_is_refused(coefficient):
         coefficient([1, 2, 3, math.nan], [1, 2, 3, 4])
 
 
-def test_nothing_left_is_refused():
+def test_correlations_without_remaining_variation_are_refused():
     x, y = pair(0, 5)
     with pytest.raises(UndefinedError, match="x is determined by the covariates"):
         partial_correlation(x, y, [[3 * v - 1 for v in x]])

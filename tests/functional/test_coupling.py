@@ -28,12 +28,12 @@ from lit_layers.functional.coupling import (
 from tests.support.references import normal, rotation
 
 
-def with_spectrum(values: Tensor, seed: int = 0) -> Tensor:
+def from_spectrum(values: Tensor, seed: int = 0) -> Tensor:
     return rotation(len(values), seed) @ torch.diag(values) @ rotation(len(values), seed + 10_000).T
 
 
-def by_loops(j1: np.ndarray, j2: np.ndarray, k: int, p: float, sign: str) -> float:
-    """The definition, entry by entry."""
+def loop_miscoupling(j1: np.ndarray, j2: np.ndarray, k: int, p: float, sign: str) -> float:
+    """Compute the definition entry by entry."""
     u, _, vt = np.linalg.svd(j2)
     left, right = (u[:, :k], vt[:k].T)
     s1 = np.linalg.svd(j1, compute_uv=False)[:k]
@@ -58,11 +58,11 @@ def test_the_matrix_equals_the_definition_for_every_pair_and_k():
             assert found.shape == (3, 3, 2)
             for i in range(3):
                 for j in range(3):
-                    expected = by_loops(jacobians[i].numpy(), jacobians[j].numpy(), 4, p, sign)
+                    expected = loop_miscoupling(jacobians[i].numpy(), jacobians[j].numpy(), 4, p, sign)
                     assert own[i, j] == pytest.approx(expected, rel=1e-11, abs=1e-12)
                 for j in range(2):
                     for position, count in enumerate([1, 4, 9]):
-                        expected = by_loops(jacobians[i].numpy(), others[j].numpy(), count, p, sign)
+                        expected = loop_miscoupling(jacobians[i].numpy(), others[j].numpy(), count, p, sign)
                         assert found[position, i, j] == pytest.approx(expected, rel=1e-11)
                         single = miscoupling(jacobians[i], others[j], k=ks[position], **options)
                         assert single == pytest.approx(expected, rel=1e-11)
@@ -75,14 +75,14 @@ def test_leading_dimensions_are_batches():
     torch.testing.assert_close(found[1, 1, 2], miscoupling_matrix(jacobians[1, 2], k=5), rtol=1e-12, atol=1e-13)
 
 
-def test_a_sign_reversed_block_is_as_far_as_can_be_unless_signs_are_ignored():
+def test_a_sign_reversed_block_has_miscoupling_2_unless_signs_are_ignored():
     block = normal(8, 8)
     assert miscoupling(-block, block, k=5) == pytest.approx(2, rel=1e-13)
     assert miscoupling(block, -block, k=5) == pytest.approx(2, rel=1e-13)
     assert miscoupling(-block, block, k=5, sign="absolute") == pytest.approx(0, abs=1e-13)
 
 
-def test_disjoint_output_spaces_give_one_and_under_p_1_the_shape_of_the_spectrum():
+def test_disjoint_output_spaces_give_1_and_with_p_1_a_ratio_of_norms_of_the_spectrum():
     values = torch.tensor([4.0, 3, 0, 0]).double()
     first = torch.diag(values)
     second = torch.zeros(4, 4, dtype=torch.float64)
@@ -108,24 +108,24 @@ def test_common_rotations_transposition_and_positive_scaling_change_nothing():
         for pair in [(p @ first @ q, p @ second @ q), (first.T, second.T), (3 * first, second), (first, 0.2 * second)]:
             assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
         assert abs(float(miscoupling(second, first, k=4, sign=sign)) - expected) > 1e-3  # not symmetric
-        for size in (1e38, 1e-38):  # the ends of float32
+        for size in (1e38, 1e-38):  # near the limits of float32
             for pair in [(size * first, second), (first, size * second), (size * first, size * second)]:
                 assert miscoupling(*pair, k=4, sign=sign) == pytest.approx(expected, rel=1e-11)
 
 
-def test_float32_input_is_decomposed_in_float64_up_to_512():
+def test_float32_input_is_decomposed_in_float64_up_to_dimension_512():
     jacobians = normal(3, 16, 16).float()
     found = miscoupling_matrix(jacobians, k=4)
     assert found.dtype == torch.float64
     assert torch.equal(found, miscoupling_matrix(jacobians.double(), k=4))
 
 
-def test_exact_factors_in_float64_serve_large_float32_jacobians():
+def test_a_small_tolerance_gives_exact_float64_factors_of_large_float32_jacobians():
     jacobians = normal(2, 520, 520).float()
     factors = singular_factors(jacobians, 10, tolerance=1e-6)
     found = miscoupling_of_factors(jacobians, factors.values, factors, k=[10])[0]
     for i, j in ((0, 1), (1, 0)):
-        expected = by_loops(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed")
+        expected = loop_miscoupling(jacobians[i].double().numpy(), jacobians[j].double().numpy(), 10, 2.0, "signed")
         assert float(found[i, j]) == pytest.approx(expected, abs=1e-6)
 
 
@@ -139,14 +139,14 @@ def test_k_is_a_count_if_int_and_a_share_if_float():
 
 
 @pytest.mark.parametrize("k", [11, 0, 1.5, 0.05, math.nan])
-def test_a_k_that_does_not_fit_is_refused_never_cut(k):
+def test_a_k_out_of_range_is_refused_and_never_clipped(k):
     with pytest.raises(ValueError, match="expected k between 1 and the dimension 10, got|NaN"):
         num_directions(k, 10)
     with pytest.raises(ValueError):
         miscoupling(normal(10, 10), normal(10, 10), k=k)
 
 
-def test_undefined_blocks_raise_by_name_or_become_nan_alone():
+def test_undefined_blocks_are_named_in_the_error_or_only_they_are_nan():
     jacobians = normal(4, 6, 6)
     expected = miscoupling_matrix(jacobians, k=2)
     jacobians[1] = 0
@@ -161,10 +161,10 @@ def test_undefined_blocks_raise_by_name_or_become_nan_alone():
     torch.testing.assert_close(found[0, 3], expected[0, 3])
 
 
-def test_min_gap_is_the_least_step_of_the_leading_spectrum():
+def test_min_gap_is_the_smallest_gap_of_the_leading_spectrum():
     values = torch.tensor([10.0, 8, 7.5, 2, 2])
     assert [round(float(min_gap(values, k=k)), 6) for k in (1, 2, 3, 4, 5)] == [0.2, 0.05, 0.05, 0.0, 0.0]
-    assert float(min_gap(torch.tensor([4.0, 1]), k=2)) == 0.25  # nothing lies below the last: its size is the gap
+    assert float(min_gap(torch.tensor([4.0, 1]), k=2)) == 0.25  # the gap of the last value is the value itself
     assert float(min_gap(torch.zeros(3), k=1)) == 0
 
 
@@ -173,14 +173,14 @@ def test_the_random_baseline_is_the_root_mean_square_over_haar_bases():
         for sign in ["signed", "absolute"]:
             values = torch.arange(1, 49, dtype=torch.float64) ** -0.7
             first = torch.diag(values)
-            others = torch.stack([with_spectrum(values, seed) for seed in range(400)])
+            others = torch.stack([from_spectrum(values, seed) for seed in range(400)])
             squares = miscoupling(first.expand(400, -1, -1), others, k=k, sign=sign).square()
             found = random_miscoupling(values, k=k, sign=sign)
             assert found == pytest.approx(math.sqrt(squares.mean()), abs=0.006)
 
 
-def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly():
-    """E (|a| - s)^2 on the diagonal and E a^2 off it, for normal a of variance |s|^2 / dim^2, by scipy's moments."""
+def test_the_absolute_baseline_equals_the_moments_of_half_normal_entries():
+    """Sum E (|a| - s)^2 on the diagonal and E a^2 off it, for normal a of variance |s|^2 / dim^2."""
     for dim, k in [(48, 12), (48, 48), (400, 5)]:
         values = normal(dim, seed=3).abs().sort(descending=True).values
         size = halfnorm(scale=float(values.norm()) / dim)
@@ -189,7 +189,7 @@ def test_the_absolute_baseline_is_that_of_half_normal_entries_exactly():
         assert float(random_miscoupling(values, k=k, sign="absolute")) == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_has_no_coupling_or_baseline_is_refused():
+def test_zero_spectra_unknown_signs_and_non_square_matrices_are_refused():
     plain: Any = "plain"
     for call, sentence in (
         (lambda: random_miscoupling(torch.zeros(4), k=2), "random_miscoupling is undefined: a spectrum is zero"),
@@ -201,7 +201,7 @@ def test_what_has_no_coupling_or_baseline_is_refused():
             call()
 
 
-def test_excess_coupling_is_zero_for_random_and_one_for_shared_bases_whatever_p():
+def test_excess_coupling_is_0_for_random_and_1_for_shared_bases_at_every_p():
     jacobians = normal(3, 12, 12)
     spectra = torch.linalg.svdvals(jacobians)
     excess = [
@@ -223,7 +223,7 @@ def test_means_over_pairs_leave_out_the_diagonal_and_group_by_distance():
     torch.testing.assert_close(whole.mean((-2, -1)), coupling + (1 - coupling) / 4)
 
 
-def test_the_spectrum_equals_numpy_and_its_line_a_polynomial_fit():
+def test_the_spectrum_equals_that_of_numpy_and_its_line_equals_a_polynomial_fit():
     jacobians = normal(2, 6, 7, 7)
     found = jacobian_spectrum(jacobians, top=3, fit_from=2)
     for prompt in range(2):
@@ -239,13 +239,13 @@ def test_the_spectrum_equals_numpy_and_its_line_a_polynomial_fit():
 
 
 def test_an_inverse_norm_that_grows_linearly_has_r_squared_one():
-    blocks = torch.stack([with_spectrum(torch.tensor([1 / (0.5 + 0.25 * b), 0.1, 0.01]).double()) for b in range(1, 6)])
+    blocks = torch.stack([from_spectrum(torch.tensor([1 / (0.5 + 0.25 * b), 0.1, 0.01]).double()) for b in range(1, 6)])
     found = jacobian_spectrum(blocks, top=2)
     assert (float(found.slope), float(found.intercept)) == pytest.approx((0.25, 0.5))
     assert float(found.r_squared) == pytest.approx(1, abs=1e-12)
 
 
-def test_rotations_leave_the_spectrum_alone():
+def test_rotations_do_not_change_the_spectrum():
     jacobians = normal(4, 6, 6)
     turned = rotation(6) @ jacobians @ rotation(6, 1)
     for found, expected in zip(jacobian_spectrum(turned, top=6), jacobian_spectrum(jacobians, top=6), strict=True):
@@ -265,7 +265,7 @@ def test_an_undefined_line_raises_or_is_nan():
         jacobian_spectrum(normal(4, 5, 5), top=2, fit_from=3)
 
 
-def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_if_told():
+def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_on_request():
     jacobians, states = normal(3, 2, 5, 5), normal(4, 2, 5, seed=1)
     found = linearized_rollout(jacobians, states)
     skipped = linearized_rollout(jacobians, states, skip_last=True)
@@ -279,11 +279,11 @@ def test_the_rollout_equals_its_recursion_and_skips_the_last_factor_if_told():
             assert found[block, prompt] == pytest.approx(cosine, rel=1e-11)
         last = before @ state / np.linalg.norm(before) / np.linalg.norm(state)
         assert skipped[2, prompt] == pytest.approx(last, rel=1e-11)
-        # the products of two calls, whose operands may lie elsewhere
+        # two calls may round differently, because their operands have other memory addresses
         torch.testing.assert_close(skipped[:2, prompt], found[:2, prompt], rtol=1e-11, atol=1e-14)
 
 
-def test_linear_tokenwise_blocks_roll_out_exactly():
+def test_the_rollout_of_linear_tokenwise_blocks_is_exact():
     jacobians, states = normal(4, 6, 6), [normal(6, seed=1)]
     for block in jacobians:
         states.append(states[-1] + block @ states[-1])
@@ -311,7 +311,7 @@ def test_influence_equals_its_definition():
         share = values / values.sum()
         expected = [np.linalg.norm(jacobians[item]), values[0], values.sum() ** 2 / (values**2).sum(),
                     math.exp(-sum(s * math.log(s) for s in share))]  # fmt: skip
-        assert [float(part[item]) for part in found] == pytest.approx(expected, rel=1e-11)
+        assert [float(quantity[item]) for quantity in found] == pytest.approx(expected, rel=1e-11)
         assert 1 <= found.participation_ratio[item] <= found.entropy_rank[item] <= 6
 
 
@@ -319,10 +319,10 @@ def test_a_partial_isometry_has_its_rank_as_both_ranks():
     for rank in [1, 3, 5]:
         isometry = rotation(5)[:, :rank] @ rotation(5, 1)[:, :rank].T
         expected = [math.sqrt(rank), 1, rank, rank]
-        assert [float(part) for part in cross_token_influence(isometry)] == pytest.approx(expected, rel=1e-10)
+        assert [float(quantity) for quantity in cross_token_influence(isometry)] == pytest.approx(expected, rel=1e-10)
 
 
-def test_rotations_leave_influence_alone_and_scaling_moves_only_the_norms():
+def test_rotations_do_not_change_influence_and_scaling_changes_only_the_norms():
     block = normal(6, 6)
     expected = cross_token_influence(block)
     for found in (cross_token_influence(rotation(6) @ block @ rotation(6, 1)), cross_token_influence(-7 * block)):
@@ -333,7 +333,7 @@ def test_rotations_leave_influence_alone_and_scaling_moves_only_the_norms():
         torch.testing.assert_close(found.entropy_rank, expected.entropy_rank)
 
 
-def test_the_rank_of_nothing_raises_or_is_nan():
+def test_the_rank_of_a_zero_jacobian_raises_or_is_nan():
     blocks = torch.stack([normal(4, 4), torch.zeros(4, 4, dtype=torch.float64)])
     with pytest.raises(ValueError, match=r"rank is undefined at element \(1,\): a Jacobian is zero"):
         cross_token_influence(blocks)

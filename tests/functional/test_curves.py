@@ -1,4 +1,4 @@
-"""Curves and intervals against definitions written out, known distributions, invariances, refusals."""
+"""Curve summaries and intervals against definitions and known distributions, with invariances and refusals."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def test_monotonicity_agrees_with_its_definition():
         assert found.max_drawdown == max(scores[i] - scores[j] for j in range(9) for i in range(j + 1))
 
 
-def test_rising_falling_and_constant_curves():
+def test_rising_falling_and_constant_curves_are_solved_by_hand():
     assert monotonicity([1, 2, 5]) == (1, 1, 0, 0)
     assert monotonicity([5, 2, 1]) == (0, -1, 3, 4)
     constant = monotonicity([2, 2, 2])
@@ -44,13 +44,13 @@ def test_rising_falling_and_constant_curves():
     assert math.isnan(constant.spearman)
 
 
-def test_losses_are_judged_by_their_fall():
+def test_a_falling_loss_counts_as_an_increasing_score():
     losses = [3.0, 2.5, 2.6, 2.0]
     assert monotonicity(losses, higher_is_better=False) == monotonicity([-loss for loss in losses])
     assert monotonicity(losses, higher_is_better=False).fraction_increasing == pytest.approx(2 / 3)
 
 
-def test_increasing_maps_change_no_share_and_no_rank_correlation():
+def test_increasing_maps_do_not_change_shares_and_rank_correlations():
     scores = normal(12).tolist()
     shares = monotonicity(scores)
     mapped = monotonicity([math.exp(score) for score in scores])
@@ -68,18 +68,18 @@ def test_curves_that_are_too_short_or_not_finite_are_refused():
 # ---------------------------------------------------------------------------------------- bootstrap
 
 
-def test_two_values_have_the_interval_of_their_four_resamples():
+def test_two_values_have_the_interval_of_their_four_possible_resamples():
     low, high = bootstrap_interval(torch.tensor([0.0, 1.0]))
     assert (low.item(), high.item()) == (0, 1)
 
 
-def test_every_column_is_resampled_alike_and_moves_with_its_values():
+def test_every_column_has_the_same_resamples_and_its_interval_follows_affine_maps():
     values = normal(30, 2, 3)
     low, high = bootstrap_interval(values)
     assert low.shape == high.shape == (2, 3)
-    alone = bootstrap_interval(values[:, 1, 2])
+    single = bootstrap_interval(values[:, 1, 2])
     ends = [low[1, 2].item(), high[1, 2].item()]
-    np.testing.assert_allclose(ends, [end.item() for end in alone], rtol=1e-13)  # a product of other columns, too
+    np.testing.assert_allclose(ends, [end.item() for end in single], rtol=1e-13)  # other columns change rounding
     moved = bootstrap_interval(3 * values - 1)
     np.testing.assert_allclose(moved[0], 3 * low - 1, rtol=1e-10)
     np.testing.assert_allclose(moved[1], 3 * high - 1, rtol=1e-10)
@@ -88,7 +88,7 @@ def test_every_column_is_resampled_alike_and_moves_with_its_values():
     assert not torch.equal(other[0], low)
 
 
-def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(monkeypatch):
+def test_intervals_equal_quantiles_over_resamples_gathered_one_at_a_time(monkeypatch):
     for num_rows in [2, 5, 30]:
         for statistic in ["mean", "median"]:
             values = normal(num_rows, 3).numpy()
@@ -96,18 +96,18 @@ def test_intervals_are_quantiles_over_rows_gathered_one_resample_at_a_time(monke
             drawn = torch.randint(num_rows, (200, num_rows), generator=generator).numpy()
             statistics = [getattr(np, statistic)(values[rows], axis=0) for rows in drawn]
             expected = np.quantile(statistics, [0.025, 0.975], axis=0)
-            for at_once in (2**22, 70):  # all counts kept, and a few resamples at a time
+            for at_once in (2**22, 70):  # all resamples at once, and a few at a time
                 monkeypatch.setattr(curves, "DRAWN_AT_ONCE", at_once)
                 interval = bootstrap_interval(torch.from_numpy(values), statistic=statistic, resamples=200, seed=4)
                 np.testing.assert_allclose(torch.stack(interval), expected, rtol=1e-12, atol=1e-15)
 
 
-def test_counts_of_very_many_rows_are_whole():
-    (counts,) = curves.row_counts(100_000, 3, 0)  # a count of so many could be beyond what two bytes hold
+def test_counts_of_very_many_rows_are_exact():
+    (counts,) = curves.row_counts(100_000, 3, 0)  # a count could exceed two bytes
     assert torch.equal(counts.sum(1), torch.full((3,), 1e5, dtype=torch.float64))
 
 
-def test_the_bootstrap_leaves_the_global_random_state_alone():
+def test_the_bootstrap_does_not_change_the_global_random_state():
     before = torch.get_rng_state()
     bootstrap_interval(normal(23))
     assert torch.equal(torch.get_rng_state(), before)
@@ -121,7 +121,7 @@ def test_the_bootstrap_leaves_the_global_random_state_alone():
         (torch.ones(3), {"statistic": "mode"}, "expected statistic to be one of 'mean', 'median', got 'mode'"),
     ],
 )
-def test_bootstraps_of_nothing_are_refused(values, options, sentence):
+def test_too_few_rows_non_finite_values_and_unknown_statistics_are_refused(values, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         bootstrap_interval(values, **options)
     if not options:
@@ -132,13 +132,13 @@ def test_bootstraps_of_nothing_are_refused(values, options, sentence):
 # ---------------------------------------------------------------------------------------- Wilson
 
 
-def test_the_wilson_interval_is_that_of_scipy():
+def test_the_wilson_interval_equals_that_of_scipy():
     for successes, n in [(0, 1), (1, 1), (0, 40), (7, 40), (20, 40), (40, 40), (990, 1000)]:
         expected = binomtest(successes, n).proportion_ci(0.95, method="wilson")
         assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_the_wilson_interval_solves_its_equation_and_mirrors():
+def test_the_wilson_interval_solves_its_equation_and_is_symmetric():
     low, high = wilson_interval(7, 40)
     for bound in (low, high):
         assert abs(7 / 40 - bound) == pytest.approx(1.959963984540054 * math.sqrt(bound * (1 - bound) / 40))
@@ -152,7 +152,7 @@ BROKEN = [0.30, 0.60, 0.88, 0.70, 0.90, 0.91]
 RULES = ["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 
 
-def test_layers_chosen_by_hand():
+def test_each_rule_chooses_the_layer_solved_by_hand():
     for scores, rule, tolerance, layer in [
         (RISING, "within_tolerance", 0.025, 5),
         (RISING, "fraction_of_last", 0.1, 4),
@@ -161,9 +161,9 @@ def test_layers_chosen_by_hand():
         (RISING, "best", 0.01, 7),
         (BROKEN, "within_tolerance", 0.04, 3),
         (BROKEN, "plateau", 0.05, 5),
-        ([0.1, 0.7, 0.8], "plateau", 0.1, 2),  # .8 - .7 is .1, though its floats are a little further apart
+        ([0.1, 0.7, 0.8], "plateau", 0.1, 2),  # .8 - .7 exceeds .1 only by rounding
         (RISING, "within_tolerance", 0.02, 5),
-        ([0.1 * layer for layer in range(1, 8)], "knee", 0.0, 1),  # no knee but by rounding
+        ([0.1 * layer for layer in range(1, 8)], "knee", 0.0, 1),  # a line has a knee only by rounding
         ([0.4, 0.3, 0.35], "plateau", 0.05, 1),
         ([0.4, 0.3, 0.36], "plateau", 0.05, 3),
         ([0.7], "knee", 0.0, 1),
@@ -171,14 +171,14 @@ def test_layers_chosen_by_hand():
         assert choose_layer(scores, rule=rule, tolerance=tolerance) == layer
 
 
-def test_a_constant_curve_gives_the_first_layer_and_a_single_one_itself():
+def test_a_constant_or_single_layer_curve_gives_the_first_layer():
     for rule in RULES:
         assert choose_layer([0.3] * 6, rule=rule) == 1
         assert choose_layer([0.9], rule=rule) == 1
 
 
 def choice(scores, rule, tolerance):
-    """The rules of the definition, one layer after the other."""
+    """Apply the definition of a rule layer by layer."""
     last = len(scores)
     layers, s = range(1, last + 1), dict(enumerate(scores, 1))
     if rule == "within_tolerance":
@@ -188,14 +188,14 @@ def choice(scores, rule, tolerance):
     if rule == "plateau":
         steps = {layer: s[layer + 1] - s[layer] for layer in layers[:-1]}
         return next(layer for layer in layers if all(steps[later] <= tolerance for later in range(layer, last)))
-    if rule == "knee":  # rounded: both ends lie on the chord, of which the first is meant
+    if rule == "knee":  # rounded: both ends lie on the chord, and the first wins
         slope = (s[last] - s[1]) / (last - 1)
         return max(layers, key=lambda layer: round(s[layer] - s[1] - slope * (layer - 1), 12))
     return max(layers, key=lambda layer: s[layer])
 
 
-def test_a_resample_without_a_hit_at_the_last_layer_is_as_good_at_the_first():
-    """Of 4 rows, the last layer hits one: (3/4)^4 of the resamples lack it."""
+def test_a_resample_without_hits_at_the_last_layer_chooses_the_first():
+    """The last layer hits one of 4 rows, which (3/4)^4 of the resamples lack."""
     hits = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).double()  # two layers
     shares = choice_distribution(hits, rule="fraction_of_last", tolerance=0.1, resamples=20_000)
     counts = list(itertools.product(range(4), repeat=4))
@@ -233,17 +233,17 @@ def test_choices_agree_with_the_rules_written_out():
         ([0.1, 0.2], {"rule": "fraction_of_last", "higher_is_better": False}, "got higher_is_better=False"),
     ],
 )
-def test_choices_that_mean_nothing_are_refused(scores, options, sentence):
+def test_invalid_scores_rules_and_tolerances_are_refused(scores, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         choose_layer(scores, **options)
 
 
-# ---------------------------------------------------------------------------------------- turns
+# ---------------------------------------------------------------------------------------- inflections
 
 
-def test_inflections_of_curves_solved_by_hand():
+def test_inflections_equal_those_solved_by_hand():
     assert inflection_layer([(layer - 4) ** 3 for layer in range(1, 8)]) == 4  # second differences 6 (l - 4)
-    assert inflection_layer([layer**2 for layer in range(6)]) is None  # bends one way
+    assert inflection_layer([layer**2 for layer in range(6)]) is None  # bends in one direction
     assert inflection_layer([0.1 * layer for layer in range(9)]) is None  # rounding is no bend
     assert inflection_layer([0, 0, 1, 3, 4, 4]) == 4  # second differences 1, 1, -1, -1 at layers 2..5
     assert inflection_layer([0.0, 0.5, 0.9, 0.95, 1.0, 1.3]) == 4  # -.1, -.35, 0, .25: straight at 4, up from there
@@ -257,7 +257,7 @@ def test_inflections_do_not_change_with_scale_and_added_lines():
         found = inflection_layer(scores.tolist())
         assert inflection_layer((7 * scores + 3 * torch.arange(10) - 2).tolist()) == found
         bends = np.diff(scores.numpy(), 2)
-        flips = [place for place in range(1, 8) if bends[place - 1] * bends[place] < 0]
+        flips = [index for index in range(1, 8) if bends[index - 1] * bends[index] < 0]
         assert found == (2 + flips[0] if flips else None)
 
 
@@ -290,7 +290,7 @@ def test_the_choice_distribution_is_the_share_of_resamples_that_choose_each_laye
             assert torch.equal(choice_distribution(-row_scores, **options), found)
 
 
-def test_the_interval_of_a_choice_is_that_of_its_distribution():
+def test_the_interval_of_a_choice_has_the_quantiles_of_its_distribution():
     shares = torch.tensor([0.02, 0.01, 0.9, 0.03, 0.04])
     assert choice_interval(shares) == (2, 5)
     assert choice_interval(torch.tensor([0.0, 1.0])) == (2, 2)
@@ -304,8 +304,8 @@ def test_intervals_of_monotonicity_are_quantiles_over_resampled_rows():
     row_scores = normal(6, 30) + torch.arange(6)[:, None] * 0.1
     low, high = monotonicity_interval(row_scores, resamples=200, seed=2)
     each = np.array([monotonicity(curve.tolist()) for curve in resamples_by_hand(row_scores, 200, 2)])
-    for name, place in zip(low._fields, range(4), strict=True):
-        bounds = np.quantile(each[:, place], [0.025, 0.975])
+    for name, index in zip(low._fields, range(4), strict=True):
+        bounds = np.quantile(each[:, index], [0.025, 0.975])
         np.testing.assert_allclose([getattr(low, name), getattr(high, name)], bounds, atol=1e-12)
     assert low.spearman < high.spearman
     negated = monotonicity_interval(-row_scores, resamples=200, seed=2, higher_is_better=False)
@@ -324,16 +324,16 @@ def test_constant_resamples_have_no_rank_correlation_and_are_left_out():
 # ---------------------------------------------------------------------------------------- exponential law
 
 
-def test_the_law_is_scipy_s_line_through_the_logarithms():
+def test_the_exponential_law_is_scipys_line_through_the_logarithms():
     residuals = normal(2, 3, 9).exp()
     found = exponential_law(residuals)
-    for place in np.ndindex(2, 3):
-        line = linregress(range(9), np.log10(residuals[place].numpy()))
-        assert found.slope[place].item() == pytest.approx(line.slope)
-        assert found.intercept[place].item() == pytest.approx(line.intercept)
-        assert found.pearson[place].item() == pytest.approx(line.rvalue)
-        assert found.r_squared[place].item() == pytest.approx(line.rvalue**2)
-        assert found.rho[place].item() == pytest.approx(10**line.slope)
+    for index in np.ndindex(2, 3):
+        line = linregress(range(9), np.log10(residuals[index].numpy()))
+        assert found.slope[index].item() == pytest.approx(line.slope)
+        assert found.intercept[index].item() == pytest.approx(line.intercept)
+        assert found.pearson[index].item() == pytest.approx(line.rvalue)
+        assert found.r_squared[index].item() == pytest.approx(line.rvalue**2)
+        assert found.rho[index].item() == pytest.approx(10**line.slope)
 
 
 def test_a_geometric_series_gives_its_ratio():
@@ -344,7 +344,7 @@ def test_a_geometric_series_gives_its_ratio():
     assert exponential_law(torch.tensor([1.0, 2, 4, 8])).pearson.item() == pytest.approx(1)
 
 
-def test_scaling_the_residuals_moves_the_intercept_alone():
+def test_scaling_the_residuals_changes_only_the_intercept():
     residuals = normal(8).exp()
     found, scaled = exponential_law(residuals), exponential_law(5 * residuals)
     for name in ("rho", "slope", "pearson", "r_squared"):
@@ -359,7 +359,7 @@ def test_a_constant_curve_has_the_ratio_1_and_no_correlation():
     assert found.r_squared.isnan()
 
 
-def test_residuals_that_have_no_logarithm_are_refused_or_nan_alone():
+def test_residuals_without_a_logarithm_are_refused_or_only_they_are_nan():
     curves = torch.tensor([[0.5, 0.4, 0.2], [0.5, 0.0, 0.2], [0.5, math.inf, 0.2]])
     found = exponential_law(curves, undefined="nan")
     assert found.rho.isnan().tolist() == [False, True, True]

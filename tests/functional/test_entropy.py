@@ -1,4 +1,4 @@
-"""Entropies and ranks against eigenvalues and sums written out, cases solved by hand, invariances, refusals."""
+"""Entropies and ranks against written-out sums and hand-solved cases, with invariances and refusals."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ METRICS = (matrix_entropy, effective_rank, rankme, participation_ratio)
 
 
 def eigenvalues(rows):
-    """Of the Gram matrix over its trace, the positive ones."""
+    """Return the positive eigenvalues of the Gram matrix over its trace."""
     gram = rows.numpy() @ rows.numpy().T
     shares = np.linalg.eigvalsh(gram / np.trace(gram))
     return shares[shares > 1e-15]
@@ -39,7 +39,7 @@ def renyi(shares, alpha):
 
 
 def released(rows, alpha):
-    """The 2024-09 code of Skean et al. in numpy: centred unit rows, the smaller Gram matrix, negatives clamped."""
+    """Repeat the 2024-09 code of Skean et al.: centred unit rows, the smaller Gram matrix, negatives clamped."""
     rows = rows.numpy() - rows.numpy().mean(0)
     rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
@@ -66,11 +66,11 @@ def test_the_ranks_are_exponentials_of_entropies_of_the_singular_values():
         assert effective_rank(rows)[element].item() == pytest.approx(math.exp(renyi(shares, 1)), rel=1e-10)
         assert rankme(rows)[element].item() == pytest.approx(math.exp(renyi(shares + 1e-7, 1)), rel=1e-10)
         assert rankme(rows, eps=0.0)[element].item() == pytest.approx(math.exp(renyi(shares, 1)), rel=1e-10)
-        of_squares = math.exp(renyi(eigenvalues(rows[element]), 2))
-        assert participation_ratio(rows)[element].item() == pytest.approx(of_squares, rel=1e-10)
+        exp_entropy = math.exp(renyi(eigenvalues(rows[element]), 2))
+        assert participation_ratio(rows)[element].item() == pytest.approx(exp_entropy, rel=1e-10)
 
 
-def test_rankme_counts_its_eps_for_every_place_of_a_rank_that_is_not_full():
+def test_rankme_adds_eps_to_every_singular_value_also_beyond_the_rank():
     rows = torch.outer(torch.ones(5), torch.arange(1.0, 8.0))  # rank 1, min(rows, dim) = 5
     eps = 0.01
     expected = math.exp(renyi([1 + eps] + 4 * [eps], 1))
@@ -79,7 +79,7 @@ def test_rankme_counts_its_eps_for_every_place_of_a_rank_that_is_not_full():
     assert rankme(rows, mask, eps=eps).item() == pytest.approx(math.exp(renyi([1 + eps, eps, eps], 1)), rel=1e-12)
 
 
-def test_orthogonal_rows_of_equal_norm_fill_as_many_directions_as_there_are_rows():
+def test_orthogonal_rows_of_equal_norm_have_their_number_as_rank():
     rows = 5 * rotation(8)[:6]
     for alpha in (0.5, 1, 2, math.inf):
         assert matrix_entropy(rows, alpha=alpha).item() == pytest.approx(math.log(6), rel=1e-13)
@@ -88,7 +88,7 @@ def test_orthogonal_rows_of_equal_norm_fill_as_many_directions_as_there_are_rows
     assert rankme(rows).item() == pytest.approx(6, rel=1e-5)
 
 
-def test_the_entropy_of_a_small_order_counts_directions_not_rounding():
+def test_the_entropy_of_a_small_order_counts_directions_and_not_rounding_errors():
     rows = normal(3, 9).repeat(3, 1) @ rotation(9)
     assert matrix_entropy(rows, alpha=1e-6).item() == pytest.approx(math.log(3), abs=1e-4)
 
@@ -130,7 +130,7 @@ def test_rotation_scaling_order_signs_and_empty_features_change_no_rank():
             assert metric(changed).item() == pytest.approx(metric(rows).item(), rel=1e-5 if metric is rankme else 1e-11)
 
 
-def test_stacking_the_rows_twice_changes_no_entropy_and_moving_them_changes_it_unless_centred():
+def test_repeating_rows_changes_no_entropy_and_translation_does_unless_centred():
     rows = normal(6, 4)
     for alpha in (1, 2):
         value = matrix_entropy(rows, alpha=alpha).item()
@@ -151,7 +151,7 @@ def test_the_released_options_give_the_released_numbers():
             assert found == pytest.approx(released(rows, alpha), rel=1e-10)
 
 
-def test_each_prompt_takes_its_own_smaller_side():
+def test_each_prompt_uses_its_own_smaller_gram_matrix():
     prompts, mask = normal(2, 9, 5), torch.ones(2, 9, dtype=torch.bool)
     mask[1, :6] = False  # 3 rows of dim 5: the other Gram matrix
     options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha2": "frobenius"}
@@ -160,7 +160,7 @@ def test_each_prompt_takes_its_own_smaller_side():
         np.testing.assert_allclose(matrix_entropy(prompts, mask, alpha=alpha, **options), expected, rtol=1e-10)
 
 
-def test_the_side_matters_only_where_entries_are_clamped():
+def test_the_choice_of_gram_matrix_matters_only_if_entries_are_clamped():
     rows = normal(9, 4)
     assert matrix_entropy(rows, side="smaller").item() == matrix_entropy(rows).item()
     clamped = [matrix_entropy(rows, clamp=True, side=side).item() for side in ("rows", "smaller")]
@@ -204,7 +204,7 @@ def test_a_sink_token_hides_the_others_unless_it_is_dropped():
 
 
 def test_small_singular_values_keep_their_digits():
-    """An eigendecomposition of the Gram matrix has none left of the smaller one: 1e-18 of the larger."""
+    """The smaller value would be 1e-18 of the larger in the Gram matrix, below the rounding of float64."""
     rows = torch.diag(torch.tensor([1.0, 1e-9], dtype=torch.float64)) @ rotation(2)
     shares = np.array([1, 1e-9]) / (1 + 1e-9)
     assert effective_rank(rows).item() - 1 == pytest.approx(math.expm1(renyi(shares, 1)), rel=1e-5)
@@ -216,14 +216,14 @@ def test_dataset_entropy_is_the_matrix_entropy_of_the_pooled_vectors():
         assert torch.equal(dataset_entropy(pooled, **options), matrix_entropy(pooled, **options))
 
 
-def test_narrow_rows_are_widened_before_anything_is_computed():
+def test_bfloat16_rows_are_first_widened_to_float64():
     rows = normal(6, 4).bfloat16()
     for metric in METRICS:
         assert metric(rows).dtype == torch.float64
         assert torch.equal(metric(rows), metric(rows.double()))
 
 
-def test_sets_without_a_direction_are_refused_or_nan_alone():
+def test_sets_without_a_direction_are_refused_or_only_they_are_nan():
     for metric in METRICS:
         rows = normal(5, 3, 4)
         rows[1], rows[2], rows[3, 2, 1] = 0, 0.1, math.inf  # three rows of 0.1, whose sum over 3 is not 0.1
@@ -273,7 +273,7 @@ def test_options_out_of_range_are_refused(options, sentence):
 
 
 def falling(num, tokens, dim, least, seed=0):
-    """Sets of rows and their singular values, which fall from 1 to `least` by one factor."""
+    """Return sets of rows and their singular values, a geometric series from 1 to `least`."""
     size = min(tokens, dim)
     values = torch.logspace(0, math.log10(least), size, dtype=torch.float64)
     draws = np.random.default_rng(seed)
@@ -282,7 +282,7 @@ def falling(num, tokens, dim, least, seed=0):
     return torch.from_numpy(np.stack([left @ right.T for left, right in zip(rows, axes, strict=True)])), values
 
 
-def test_singular_values_are_those_that_the_rows_were_made_of():
+def test_singular_values_of_constructed_rows_are_recovered():
     for shape in [(40, 60), (60, 40), (40, 40)]:
         for least in [1e-2, 2e-4, 1e-4, 1e-9]:
             rows, expected = falling(3, *shape, least)
@@ -297,7 +297,7 @@ def test_singular_values_are_those_that_the_rows_were_made_of():
                 assert entropies == pytest.approx([renyi(shares, alpha)] * 3, rel=1e-12)
 
 
-def test_only_sets_that_need_it_are_decomposed_themselves(monkeypatch):
+def test_only_ill_conditioned_sets_are_decomposed_directly(monkeypatch):
     decomposed, svd = [], np.linalg.svd
     monkeypatch.setattr(
         module.np.linalg, "svd", lambda rows, **options: decomposed.append(rows) or svd(rows, **options)
@@ -315,8 +315,8 @@ def test_only_sets_that_need_it_are_decomposed_themselves(monkeypatch):
     assert not decomposed
 
 
-def test_entropies_and_ranks_need_no_decomposition_where_values_alone_would(monkeypatch):
-    """As the states of language models have them, where 128 tokens have 128 dimensions."""
+def test_entropies_and_ranks_need_no_direct_decomposition_although_singular_values_would(monkeypatch):
+    """States of language models have these spectra, for example 128 tokens of 128 dimensions."""
     rows, values = falling(2, 40, 40, 2e-6)
     shares, squares = values / values.sum(), values.square() / values.square().sum()
     monkeypatch.setattr(module.np.linalg, "svd", None)
@@ -331,22 +331,22 @@ def test_entropies_and_ranks_need_no_decomposition_where_values_alone_would(monk
         spectrum(falling(1, 40, 40, 2e-7)[0])
 
 
-def test_a_set_has_the_value_that_it_has_alone_whatever_it_is_measured_with():
+def test_the_value_of_a_set_does_not_depend_on_the_rest_of_the_batch():
     rows = torch.cat([falling(3, 30, 24, least)[0] for least in (1e-1, 1e-4, 1e-6)]).float()
     counts = torch.tensor([30, 9, 24, 25, 1, 2, 30, 17, 23])
     mask = torch.arange(30) < counts[:, None]
     for options in ({}, {"center": True}, {"drop_first": 1}):
         together = spectrum(rows, mask, **options)
-        for place, count in enumerate(counts.tolist()):
-            alone = spectrum(rows[place, None, :count], **options)
+        for index, count in enumerate(counts.tolist()):
+            single = spectrum(rows[index, None, :count], **options)
             for metric in ("entropy", "effective_rank", "participation_ratio", "rankme"):
-                value = getattr(alone, metric)(undefined="nan").item()
-                found = getattr(together, metric)(undefined="nan")[place].item()
-                # Gram matrices round as they lie
+                value = getattr(single, metric)(undefined="nan").item()
+                found = getattr(together, metric)(undefined="nan")[index].item()
+                # the rounding of Gram matrices depends on their memory layout
                 assert found == pytest.approx(value, rel=1e-10, abs=1e-15, nan_ok=True), metric
 
 
-def test_sets_whose_first_row_is_broken_have_the_spectrum_of_the_others():
+def test_sets_with_an_undefined_first_row_have_a_spectrum_without_it():
     rows = falling(4, 40, 60, 1e-2)[0]
     rows[0, 0], rows[1, 0], rows[2, 7] = torch.nan, 0.0, torch.inf
     for options in ({}, {"unit": True}):
@@ -356,7 +356,7 @@ def test_sets_whose_first_row_is_broken_have_the_spectrum_of_the_others():
         assert rest.effective_rank(undefined="nan").isnan().tolist() == [False, False, True, False]
 
 
-def test_sets_too_close_to_singular_are_decomposed_themselves_with_and_without_the_first_row():
+def test_nearly_singular_sets_are_decomposed_directly_with_and_without_the_first_row():
     rows = torch.cat([falling(1, 40, 60, least)[0] for least in (1e-1, 1e-9)])
     rows[0, 5] = rows[0, 3]
     for first in (0, 1):

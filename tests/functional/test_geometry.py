@@ -1,4 +1,4 @@
-"""Curvature, angles, cosines and CKA against plain numpy, cases solved by hand, invariances, refusals."""
+"""Curvature, angles, cosines and CKA against numpy and hand-solved cases, with invariances and refusals."""
 
 import itertools
 import math
@@ -20,15 +20,15 @@ PI = math.pi
 
 
 def padded(prompts, sides):
-    """Prompts side by side in one tensor, with NaN where there is padding, and the mask."""
+    """Return the prompts in one tensor, with NaN as padding, and the mask."""
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((len(prompts), longest, prompts[0].shape[-1]), math.nan, dtype=torch.float64)
     mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
     for row, (prompt, side) in enumerate(zip(prompts, sides, strict=True)):
-        places = torch.arange(longest)[:: 2 if side == "holes" else 1]
+        positions = torch.arange(longest)[:: 2 if side == "holes" else 1]
         first = {"left": longest - len(prompt), "both": 1}.get(side, 0)
-        places = places[first : first + len(prompt)]
-        tokens[row, places], mask[row, places] = prompt, True
+        positions = positions[first : first + len(prompt)]
+        tokens[row, positions], mask[row, positions] = prompt, True
     return tokens, mask
 
 
@@ -51,7 +51,7 @@ def test_token_curvature_is_the_mean_angle_between_consecutive_differences():
     np.testing.assert_allclose(token_curvature(tokens), expected, rtol=1e-12)
 
 
-def test_curvature_of_simple_figures():
+def test_the_curvature_of_simple_figures_is_solved_by_hand():
     for points, expected in [
         ([[0, 0], [1, 2], [3, 6], [3.5, 7]], 0),
         ([[0, 1], [5, 5], [0, 1], [5, 5], [0, 1]], PI),
@@ -86,29 +86,29 @@ def test_padding_on_any_side_and_junk_in_it_change_nothing():
             np.testing.assert_allclose(over_layers, [expected, expected], rtol=1e-12)
 
 
-def test_dropping_first_tokens_counts_the_real_ones():
+def test_drop_first_counts_only_real_tokens():
     prompt = normal(8, 5)
     tokens, mask = padded([prompt, normal(12, 5, seed=1)], ["left", "left"])
     assert token_curvature(tokens, mask, drop_first=3)[0].item() == pytest.approx(curvature_of(prompt[3:]), rel=1e-12)
 
 
-def test_a_repeated_token_is_refused_nan_or_skipped_as_asked():
+def test_a_repeated_token_is_refused_nan_or_skipped_as_requested():
     tokens = normal(2, 6, 4)
     tokens[1, 3] = tokens[1, 2]
     with pytest.raises(ValueError, match=r"undefined at element \(1,\): neighbouring tokens are equ"):
         token_curvature(tokens)
     untouched = curvature_of(tokens[0])
-    by_nan = token_curvature(tokens, undefined="nan")
-    assert by_nan[0].item() == pytest.approx(untouched, rel=1e-12)
-    assert by_nan[1].isnan()
+    with_nan = token_curvature(tokens, undefined="nan")
+    assert with_nan[0].item() == pytest.approx(untouched, rel=1e-12)
+    assert with_nan[1].isnan()
     steps = tokens[1].diff(dim=0).numpy()
-    angles = [angle(steps[0], steps[1]), angle(steps[3], steps[4])]  # of the four, two need the zero step
+    angles = [angle(steps[0], steps[1]), angle(steps[3], steps[4])]  # two of the four angles need the zero step
     values, missing = curvature_and_missing(tokens, undefined="skip")
     np.testing.assert_allclose(values, [untouched, np.mean(angles)], rtol=1e-12)
     assert missing.tolist() == [0, 2]
 
 
-def test_curvature_needs_three_real_tokens_whatever_is_done_about_equal_ones():
+def test_curvature_needs_three_real_tokens_for_every_treatment_of_equal_ones():
     tokens, mask = padded([normal(2, 4), normal(3, 4)], ["left", "right"])
     with pytest.raises(ValueError, match=r"undefined at element \(0,\): it takes 3 real tokens"):
         token_curvature(tokens, mask)
@@ -128,9 +128,9 @@ def test_token_angle_is_the_mean_angle_of_centred_neighbours():
     assert token_angle(tokens).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_two_centred_tokens_are_opposite_and_equal_ones_without_an_angle():
+def test_two_centred_tokens_are_opposite_and_equal_tokens_have_no_angle():
     assert token_angle(normal(2, 5)).item() == PI
-    equal = torch.full((3, 3), 0.1, dtype=torch.float64)  # whose sum over 3 is not 0.1
+    equal = torch.full((3, 3), 0.1, dtype=torch.float64)  # the mean of three 0.1 is not 0.1 in floating point
     with pytest.raises(ValueError, match="token_angle is undefined: a token is equal to the mean"):
         token_angle(equal)
     assert token_angle(equal, undefined="nan").isnan()
@@ -141,9 +141,9 @@ def test_a_token_at_the_mean_up_to_rounding_has_no_angle():
     assert token_angle(torch.stack([a, (a + b) / 2, b]), undefined="nan").isnan()
 
 
-def test_token_angle_is_never_nan_where_the_released_arccos_leaves_its_range():
+def test_token_angle_is_not_nan_if_rounded_cosines_leave_the_range_of_arccos():
     tokens = normal(1, 64).float().expand(50, 64) * torch.linspace(1, 2, 50)[:, None]
-    # on a line, half of them on either side of their mean
+    # tokens on a line, half of them on each side of their mean
     assert token_angle(tokens).item() == pytest.approx(PI / 49, abs=1e-5)
 
 
@@ -175,12 +175,12 @@ def test_cosines_of_layers_are_averaged_in_each_prompt_then_over_prompts(mode):
     expected = np.zeros((4, 4))
     for i, j, prompt in itertools.product(range(4), range(4), prompts):
         a, b = prompt[i].numpy(), prompt[j].numpy()
-        of_tokens = np.mean([cosine(x, y) for x, y in zip(a, b, strict=True)])
-        expected[i, j] += (of_tokens if mode == "token" else cosine(a.ravel(), b.ravel())) / 3
+        token_mean = np.mean([cosine(x, y) for x, y in zip(a, b, strict=True)])
+        expected[i, j] += (token_mean if mode == "token" else cosine(a.ravel(), b.ravel())) / 3
     np.testing.assert_allclose(cosine_similarity_matrix(states, mask, mode=mode), expected, atol=1e-13)
 
 
-def test_cosines_of_scaled_flipped_and_orthogonal_layers():
+def test_scaled_flipped_and_orthogonal_layers_have_cosines_1_minus_1_and_0():
     state = normal(2, 5, 4)
     scaled = torch.stack([state, 3 * state, 0.1 * state, -state])
     expected = np.ones((4, 4))
@@ -201,7 +201,7 @@ def test_scaling_single_tokens_changes_only_the_flattened_cosine():
 
 
 @pytest.mark.parametrize("mode", ["token", "flattened"])
-def test_a_layer_with_a_zero_or_broken_state_has_no_cosines(mode):
+def test_a_layer_with_a_zero_or_nan_state_has_no_cosines(mode):
     states = normal(4, 2, 3, 5)
     states[1, 1, slice(None) if mode == "flattened" else 2] = 0
     with pytest.raises(ValueError, match=r"cosine_similarity_matrix is undefined at element \(0, 1\): a state is zero"):
@@ -233,7 +233,7 @@ def test_cka_agrees_with_its_definition_by_kernels():
 
 
 @pytest.mark.parametrize("debiased", [False, True])
-def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debiased):
+def test_cka_does_not_change_with_translation_rotation_scale_and_row_order(debiased):
     x, y = normal(15, 6), normal(15, 8, seed=1)
     assert linear_cka(x, x, debiased=debiased).item() == pytest.approx(1, rel=1e-13)
     assert linear_cka(x, 3 * x @ rotation(6) + 5, debiased=debiased).item() == pytest.approx(1, rel=1e-12)
@@ -246,11 +246,11 @@ def test_cka_of_a_representation_with_itself_moved_turned_and_scaled_is_one(debi
 
 def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
     x = normal(5, 3)
-    apart, ones = torch.eye(5), torch.ones(5, 3).double()  # rows at equal distances: nothing is left unbiased
+    equidistant, ones = torch.eye(5), torch.ones(5, 3).double()  # the debiased HSIC of equidistant rows is 0
     for a, b, options, sentence in (
         (torch.full((5, 3), 0.7).double(), x, {}, "linear_cka is undefined: x does not vary"),
         (torch.stack([x, x]), torch.stack([x, ones]), {}, r"undefined at element \(1,\): y does not vary"),
-        (x, apart, {"debiased": True}, "y does not vary"),
+        (x, equidistant, {"debiased": True}, "y does not vary"),
         (x[:3], x[:3], {"debiased": True}, "debiased=True needs at least 4 rows, got 3"),
         (x[:1], x[:1], {}, "debiased=False needs at least 2 rows, got 1"),
         (x, x.where(x < x.max(), math.inf), {}, "values are not finite"),
@@ -263,7 +263,7 @@ def test_cka_refuses_constant_data_too_few_rows_and_other_shapes():
 
 
 @pytest.mark.parametrize("metric", [token_curvature, token_angle])
-def test_wrong_masks_kinds_and_options_are_refused(metric):
+def test_wrong_masks_and_options_are_refused(metric):
     tokens = normal(2, 5, 3)
     with pytest.raises(TypeError, match=r"expected a boolean mask, True on real tokens, got torch.int64"):
         metric(tokens, torch.ones(2, 5, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""InfoNCE, LiDAR and DiME against sums and eigenvalues written out in numpy, closed forms, invariances, refusals."""
+"""InfoNCE, LiDAR and DiME against numpy and closed forms, with invariances and refusals."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ def written_out_infonce(view_a, view_b, temperature, scaled, form):
 
 
 def written_out_lidar(views, delta):
-    """The matrix W^(-1/2) B W^(-1/2)."""
+    """Return the matrix W^(-1/2) B W^(-1/2)."""
     views = views.numpy()
     num_prompts, num_views, dim = views.shape
     means = views.mean(1)
@@ -87,14 +87,14 @@ def test_infonce_is_the_mean_cross_entropy_of_finding_the_partner():
         assert one.item() == pytest.approx(expected[0], rel=1e-12)
 
 
-def test_equal_rows_are_at_chance():
+def test_infonce_of_equal_rows_is_at_chance():
     for num_prompts in [2, 7, 1000]:
         rows = normal(1, 8).expand(num_prompts, 8)
         assert infonce(rows, rows).item() == pytest.approx(math.log(2 * num_prompts - 1), rel=1e-12)
         assert infonce(rows, rows, form="cross").item() == pytest.approx(math.log(num_prompts), rel=1e-12)
 
 
-def test_infonce_minds_neither_rotation_nor_order_nor_a_swap_nor_the_length_of_rows():
+def test_infonce_does_not_change_with_rotation_order_swapped_views_and_row_lengths():
     first, second = two_views()
     value, turn, order = infonce(first, second), rotation(5), torch.tensor([3, 1, 0, 5, 4, 2])
     lengths = torch.linspace(0.2, 4, 6, dtype=torch.float64)[:, None]
@@ -112,7 +112,7 @@ def test_lidar_is_the_entropy_of_the_whitened_scatter_between_prompts():
             np.testing.assert_allclose(lidar(views, delta=delta, alpha=alpha), expected, rtol=1e-9)
 
 
-def test_the_rank_form_adds_eps_to_the_share_of_each_dimension():
+def test_the_rank_of_lidar_adds_eps_to_the_share_of_each_dimension():
     for shape in [(7, 4, 5), (4, 3, 9)]:
         views = some_views(*shape)
         values = np.linalg.eigvalsh(written_out_lidar(views, 1e-4)).clip(0)
@@ -121,13 +121,13 @@ def test_the_rank_form_adds_eps_to_the_share_of_each_dimension():
         assert lidar(views, output="rank", eps=0.01).item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_shortcut_of_order_two_divides_by_the_dimension():
+def test_the_frobenius_form_of_order_2_divides_by_the_dimension():
     views = some_views()
     expected = -math.log((written_out_lidar(views, 1e-4) ** 2).sum() / 25)
     assert lidar(views, alpha=2, alpha2="frobenius").item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_without_scatter_within_lidar_is_the_centred_entropy_of_the_means():
+def test_without_scatter_within_prompts_lidar_is_the_centred_entropy_of_the_means():
     for num_prompts in [4, 9]:
         for delta in [1e-4, 1.0, 100.0]:
             means = normal(num_prompts, 6)
@@ -135,7 +135,7 @@ def test_without_scatter_within_lidar_is_the_centred_entropy_of_the_means():
             torch.testing.assert_close(found, matrix_entropy(means, center=True), rtol=1e-10, atol=0)
 
 
-def test_lidar_minds_no_linear_map_at_delta_zero_and_no_rotation_translation_or_order_else():
+def test_lidar_is_invariant_to_linear_maps_at_delta_0_and_to_rotation_translation_and_order():
     views, skew = some_views(), normal(5, 5, seed=9)
     torch.testing.assert_close(lidar(views @ skew, delta=0), lidar(views, delta=0), rtol=1e-9, atol=0)
     value = lidar(views, delta=0.1)
@@ -146,11 +146,11 @@ def test_lidar_minds_no_linear_map_at_delta_zero_and_no_rotation_translation_or_
         torch.testing.assert_close(lidar(same, delta=0.1), value, rtol=1e-9, atol=0)
 
 
-def test_lidar_from_parts_is_that_of_the_whole():
+def test_lidar_from_batches_equals_lidar_of_the_whole():
     views = some_views(num_prompts=11) + 1000
     sums = LidarSums()
-    for part in views.float().double().split(4):
-        sums.update(part)
+    for batch in views.float().double().split(4):
+        sums.update(batch)
     every: list[dict[str, Any]] = [{}, {"output": "rank"}, {"alpha": 2, "normalization": "maxEntropy"}, {"delta": 0}]
     for options in every:
         assert lidar(sums, **options).item() == pytest.approx(lidar(views.float(), **options).item(), rel=1e-10)
@@ -159,7 +159,7 @@ def test_lidar_from_parts_is_that_of_the_whole():
     assert sums.num_prompts == 11
 
 
-def test_dime_is_what_a_shuffle_of_one_view_adds_to_the_joint_entropy():
+def test_dime_is_the_increase_of_the_joint_entropy_by_shuffling_one_view():
     cases = [(True, 1, {}), (True, 0.5, {}), (False, 1, {"side": "smaller"}), (False, 2, {"alpha2": "frobenius"})]
     for scaled, alpha, options in cases:
         smaller, frobenius = "side" in options, "alpha2" in options
@@ -171,7 +171,7 @@ def test_dime_is_what_a_shuffle_of_one_view_adds_to_the_joint_entropy():
         np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
-def test_dime_of_two_clusters_rises_from_log_two_to_the_entropy_of_the_shuffled_pairs():
+def test_dime_of_two_clusters_is_solved_by_hand():
     rows = torch.eye(2, dtype=torch.float64).repeat_interleave(4, 0)
     crossing = torch.tensor([[0, 1, 4, 5, 2, 3, 6, 7]])  # half of each cluster meets the other: four equal groups
     assert dime(rows, rows, permutations=crossing).item() == pytest.approx(math.log(4) - math.log(2), rel=1e-12)
@@ -179,7 +179,7 @@ def test_dime_of_two_clusters_rises_from_log_two_to_the_entropy_of_the_shuffled_
     assert 0 <= every <= math.log(2)
 
 
-def test_dime_is_zero_where_one_view_says_nothing_or_the_joint_matrix_is_diagonal():
+def test_dime_is_0_if_one_view_is_constant_or_the_joint_matrix_is_diagonal():
     one, other = two_views()
     constant = normal(1, 5).expand(6, 5)
     assert dime(constant, other).item() == pytest.approx(0, abs=1e-12)
@@ -188,15 +188,15 @@ def test_dime_is_zero_where_one_view_says_nothing_or_the_joint_matrix_is_diagona
     assert dime(one, one).item() > 0.05
 
 
-def test_dime_minds_neither_separate_rotations_nor_a_joint_order():
+def test_dime_does_not_change_with_separate_rotations_and_a_joint_order():
     first, second = two_views()
     orders = torch.tensor([[1, 2, 3, 4, 5, 0], [5, 4, 3, 2, 1, 0]])
     value = dime(first, second, permutations=orders)
     turned = dime(first @ rotation(5), second @ rotation(5, seed=1), permutations=orders)
     torch.testing.assert_close(turned, value, rtol=1e-9, atol=0)
     moved = torch.tensor([2, 0, 1, 5, 3, 4])
-    place = moved.argsort()
-    joint = dime(first[moved], second[moved], permutations=place[orders[:, moved]])
+    inverse = moved.argsort()
+    joint = dime(first[moved], second[moved], permutations=inverse[orders[:, moved]])
     torch.testing.assert_close(joint, value, rtol=1e-9, atol=0)
 
 
@@ -214,7 +214,7 @@ def test_normalizations_divide_by_logarithms_of_prompts_and_dim():
             assert found == pytest.approx(metric(*given).item() / divisor, rel=1e-12)
 
 
-def test_undefined_sets_are_named_or_nan_alone():
+def test_undefined_sets_are_named_or_only_they_are_nan():
     first, second = torch.stack([normal(4, 3)] * 3), torch.stack([normal(4, 3, seed=1)] * 3)
     first[1, 2], second[2, 0, 0] = 0, math.nan
     for metric in (infonce, dime):
@@ -228,7 +228,7 @@ def test_undefined_sets_are_named_or_nan_alone():
     with pytest.raises(ValueError, match="dime is undefined: a view holds nothing but zeros"):
         dime(torch.zeros(4, 3), second[0], unit=False)
     views = torch.stack([some_views(4, 3, 3)] * 3)
-    views[1] = normal(1, 3, 3)  # 0.1 + 0.2 + ... are rounded alike for every prompt
+    views[1] = normal(1, 3, 3)  # the same views for every prompt, so their sums are rounded equally
     views[2, 0, 0, 0] = math.inf
     for given, options, sentence in (
         (views[:2], {}, r"undefined at element \(1,\): all prompts have the same mean"),
@@ -255,12 +255,12 @@ def test_undefined_sets_are_named_or_nan_alone():
         (lambda: lidar(some_views(noise=0.0), delta=0.0), "the scatter within prompts has no inverse with delta 0.0"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(call, sentence):
+def test_invalid_views_and_options_are_refused(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
 
 
-def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale():
+def test_eigenvalues_of_constructed_matrices_are_recovered_at_any_scale():
     for scale in [1e-160, 1e-20, 1.0, 1e20, 1e160]:
         draws, expected = np.random.default_rng(0), np.array([[0.5, 2, 3, 7], [-1, -0.5, 1e-3, 4]]) * scale
         turns = [np.linalg.qr(draws.normal(size=(4, 4)))[0] for _ in expected]
@@ -270,7 +270,7 @@ def test_eigenvalues_are_those_that_matrices_were_made_of_at_any_scale():
         np.testing.assert_allclose(eigenvalues(matrices[1]), expected[1], rtol=0, atol=1e-14 * scale)
 
 
-def test_what_is_measured_is_left_as_it_was():
+def test_inputs_are_not_changed():
     pair, views = normal(2, 6, 4), normal(5, 3, 4)
     before = pair.clone(), views.clone()
     for unit in (True, False):

@@ -50,7 +50,7 @@ def hidden() -> Tensor:
 
 
 def differences(block, hidden: Tensor, prompt: int, out: int, into: int, step: float = 1e-5) -> Tensor:
-    """d block(X)[out] / d X[into] of one prompt by central differences, one input coordinate at a time."""
+    """Estimate d block(X)[out] / d X[into] of one prompt by central differences, one input coordinate at a time."""
     columns = []
     for coordinate in range(hidden.shape[-1]):
         ends = []
@@ -75,7 +75,7 @@ def test_jacobians_equal_central_differences(hidden):
                         torch.testing.assert_close(found[prompt, i, j], expected, rtol=1e-6, atol=1e-8)
 
 
-def test_a_mix_of_tokens_gives_its_coefficient_times_the_weight_in_the_right_orientation(hidden):
+def test_mixing_tokens_gives_the_coefficient_times_the_weight_in_the_right_orientation(hidden):
     weight, mix = torch.randn(6, 6, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
     found = block_jacobian(
         lambda x: mix @ x @ weight.T, hidden, out_tokens=range(5), in_tokens=range(5), residual=False
@@ -84,18 +84,18 @@ def test_a_mix_of_tokens_gives_its_coefficient_times_the_weight_in_the_right_ori
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
 
 
-def test_the_identity_is_subtracted_only_where_input_and_output_are_one_token(block, hidden):
+def test_the_identity_is_subtracted_only_if_input_and_output_are_the_same_token(block, hidden):
     pairs = {"out_tokens": [2, 4], "in_tokens": [2, 0, 4]}
     whole = block_jacobian(block, hidden, residual=False, **pairs)
     identity = torch.eye(6, dtype=torch.float64)
     same = torch.tensor([[1, 0, 0], [0, 0, 1]])[:, :, None, None] * identity
-    close = {"rtol": 0, "atol": 1e-14}  # products of two calls, whose operands may lie elsewhere
+    close = {"rtol": 0, "atol": 1e-14}  # two calls may round differently
     torch.testing.assert_close(block_jacobian(block, hidden, **pairs), whole - same, **close)
     branch = block_jacobian(lambda x: block(x) - x, hidden, residual=False)
     torch.testing.assert_close(block_jacobian(block, hidden), branch, rtol=1e-12, atol=1e-13)
 
 
-def test_shapes_follow_the_tokens_asked_for(block, hidden):
+def test_shapes_follow_the_requested_tokens(block, hidden):
     def shape(out, into):
         return tuple(block_jacobian(block, hidden, out_tokens=out, in_tokens=into).shape)
 
@@ -117,23 +117,23 @@ def test_padding_and_junk_in_it_change_nothing(block, side):
     torch.testing.assert_close(found, block_jacobian(block, short, **call), rtol=1e-10, atol=1e-12)
 
 
-def test_tokens_are_counted_among_the_real_ones_of_each_prompt(block, hidden):
+def test_tokens_are_counted_among_the_real_tokens_of_each_prompt(block, hidden):
     mask = torch.tensor([[False, True, True, True, False], [True, True, True, True, True]])
-    for token, places in {-1: (3, 4), 0: (1, 0), -3: (1, 2)}.items():
+    for token, positions in {-1: (3, 4), 0: (1, 0), -3: (1, 2)}.items():
         found = block_jacobian(block, hidden, out_tokens=token, mask=mask)
-        for prompt, place in enumerate(places):
-            expected = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=place)[0]
+        for prompt, position in enumerate(positions):
+            expected = block_jacobian(block, hidden[prompt : prompt + 1], out_tokens=position)[0]
             torch.testing.assert_close(found[prompt], expected, rtol=1e-12, atol=1e-13)
 
 
-def test_chunks_change_nothing(block, hidden, monkeypatch):
+def test_the_chunk_size_changes_nothing(block, hidden, monkeypatch):
     for rows in [1, 40, 1000]:
         expected = block_jacobian(block, hidden)
         monkeypatch.setattr(block_call, "ROWS", rows)
         torch.testing.assert_close(block_jacobian(block, hidden), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_no_gradient_and_no_graph_stay_behind_in_any_gradient_mode(block, hidden):
+def test_no_gradient_or_graph_remains_in_any_gradient_mode(block, hidden):
     for mode in [torch.no_grad, torch.inference_mode, torch.enable_grad]:
         expected = block_jacobian(block, hidden)
         with mode():
@@ -144,16 +144,16 @@ def test_no_gradient_and_no_graph_stay_behind_in_any_gradient_mode(block, hidden
         assert all(parameter.grad is None for parameter in block.parameters())
 
 
-def test_autocast_around_it_does_not_lower_the_precision(hidden):
+def test_an_outer_autocast_does_not_lower_the_precision(hidden):
     torch.manual_seed(0)
     block, hidden = TinyBlock(), hidden.float()
     expected = block_jacobian(block, hidden)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # whose eight bits would be off by a hundredth
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # bfloat16 would be off by a hundredth
         torch.testing.assert_close(block_jacobian(block, hidden), expected, rtol=1e-5, atol=1e-6)
 
 
 class Cube(torch.autograd.Function):
-    """As some models have it: a derivative of its own that vmap does not know."""
+    """A function with a custom derivative that vmap cannot batch, as some models have."""
 
     @staticmethod
     def forward(ctx, x):
@@ -166,12 +166,12 @@ class Cube(torch.autograd.Function):
         return 3 * x**2 * grad
 
 
-def test_a_block_that_vmap_does_not_know_is_differentiated_row_by_row(hidden):
+def test_a_block_that_vmap_cannot_batch_is_differentiated_row_by_row(hidden):
     found = block_jacobian(lambda x: x + Cube.apply(x), hidden)
     torch.testing.assert_close(found, torch.diag_embed(3 * hidden[:, -1] ** 2), rtol=1e-13, atol=0)
 
 
-def test_a_constant_block_has_minus_the_identity(hidden):
+def test_the_jacobian_of_a_constant_block_is_minus_the_identity(hidden):
     found = block_jacobian(lambda x: torch.ones_like(x), hidden)
     assert torch.equal(found, -torch.eye(6, dtype=torch.float64).expand(2, 6, 6))
 
@@ -184,12 +184,12 @@ def test_a_constant_block_has_minus_the_identity(hidden):
         ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "got -1 for prompt 1 of 0 tokens"),
     ],
 )
-def test_wrong_options_are_refused_with_a_sentence(block, hidden, options, kind, message):
+def test_wrong_options_are_refused_in_one_sentence(block, hidden, options, kind, message):
     with pytest.raises(kind, match=message):
         block_jacobian(block, hidden, **options)
 
 
-def test_wrong_states_and_blocks_are_refused_with_a_sentence(block, hidden):
+def test_wrong_states_and_blocks_are_refused_in_one_sentence(block, hidden):
     with pytest.raises(ValueError, match=r"convert the model with \.float\(\)"):
         block_jacobian(block, hidden.bfloat16())
     with pytest.raises(ValueError, match="block to return a tensor of shape"):

@@ -1,4 +1,4 @@
-"""Choosing a layer without labels: coefficients over layers, their null, and what the chosen layers score."""
+"""Layer selection without labels: coefficients over layers, their null, and the scores of chosen layers."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ REFERENCES = {
 }
 
 
-def found_of(found, form: str, coefficient: str):
+def row_of(found, form: str, coefficient: str):
     (one,) = [row for row in found if (row.form, row.coefficient) == (form, coefficient)]
     return one
 
@@ -41,13 +41,13 @@ def test_both_forms_agree_with_scipy_and_the_definition():
         metric, scores = curves()
         found = layer_correlations(metric, scores, resamples=100)
         within = np.mean([REFERENCES[name](x, y) for x, y in zip(metric, scores, strict=True)])
-        assert found_of(found, "per_task_mean", name).estimate.value == pytest.approx(within, abs=1e-12)
+        assert row_of(found, "per_task_mean", name).estimate.value == pytest.approx(within, abs=1e-12)
         whole = REFERENCES[name](metric.mean(0), scores.mean(0))
-        assert found_of(found, "of_task_means", name).estimate.value == pytest.approx(whole, abs=1e-12)
+        assert row_of(found, "of_task_means", name).estimate.value == pytest.approx(whole, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_intervals_are_percentiles_over_resampled_tasks_alike_for_both_tables(name):
+def test_intervals_are_percentiles_over_tasks_resampled_equally_in_both_tables(name):
     metric, scores = curves(digits=9)
     found = layer_correlations(metric, scores, resamples=150, seed=3)
     rows = torch.randint(7, (150, 7), generator=torch.Generator().manual_seed(3)).numpy()
@@ -57,40 +57,40 @@ def test_intervals_are_percentiles_over_resampled_tasks_alike_for_both_tables(na
         "of_task_means": [REFERENCES[name](metric[draw].mean(0), scores[draw].mean(0)) for draw in rows],
     }
     for form, values in drawn.items():
-        estimate = found_of(found, form, name).estimate
+        estimate = row_of(found, form, name).estimate
         assert [estimate.low, estimate.high] == pytest.approx(np.quantile(values, [0.025, 0.975]), abs=1e-10)
 
 
-def test_the_two_forms_differ_where_tasks_disagree():
+def test_the_two_forms_differ_if_tasks_disagree():
     up, down = np.arange(6.0), np.arange(6.0)[::-1]
     metric, scores = np.stack([up, up]), np.stack([up, 3 * down])
     found = layer_correlations(metric, scores)
-    # 1 and -1; no interval of two tasks
-    assert found_of(found, "per_task_mean", "kendall").estimate == (0.0, None, None)
-    assert found_of(found, "of_task_means", "kendall").estimate.value == -1.0
+    # coefficients 1 and -1; two tasks have no interval
+    assert row_of(found, "per_task_mean", "kendall").estimate == (0.0, None, None)
+    assert row_of(found, "of_task_means", "kendall").estimate.value == -1.0
 
 
-def test_a_task_with_a_constant_curve_is_in_no_mean_within_tasks_and_is_named():
+def test_a_task_with_a_constant_curve_is_left_out_of_the_mean_per_task_and_named():
     metric, scores = curves()
     scores[2] = 0.5
-    found = found_of(layer_correlations(metric, scores, resamples=100), "per_task_mean", "spearman")
+    found = row_of(layer_correlations(metric, scores, resamples=100), "per_task_mean", "spearman")
     assert (found.num_tasks, found.undefined) == (6, (2,))
     others = [stats.spearmanr(x, y).statistic for n, (x, y) in enumerate(zip(metric, scores, strict=True)) if n != 2]
     assert found.estimate.value == pytest.approx(np.mean(others), abs=1e-12)
 
 
-def test_increasing_maps_of_the_metric_leave_the_ranks_and_affine_ones_the_distances():
+def test_increasing_maps_keep_rank_correlations_and_affine_maps_distance_correlations():
     metric, scores = curves()
     first = layer_correlations(metric, scores, resamples=100)
     bent = layer_correlations(np.exp(metric), scores, resamples=100)
     moved = layer_correlations(5 - 2 * metric, scores, resamples=100)
     for name in ("spearman", "kendall"):
-        assert found_of(bent, "per_task_mean", name).estimate == pytest.approx(
-            found_of(first, "per_task_mean", name).estimate, abs=1e-12
+        assert row_of(bent, "per_task_mean", name).estimate == pytest.approx(
+            row_of(first, "per_task_mean", name).estimate, abs=1e-12
         )
     for form in ("per_task_mean", "of_task_means"):
-        assert found_of(moved, form, "distance_correlation").estimate == pytest.approx(
-            found_of(first, form, "distance_correlation").estimate, abs=1e-9
+        assert row_of(moved, form, "distance_correlation").estimate == pytest.approx(
+            row_of(first, form, "distance_correlation").estimate, abs=1e-9
         )
 
 
@@ -103,11 +103,11 @@ def test_unrelated_layers_have_the_known_distance_correlation():
             assert null.walk_95 == pytest.approx(0.85, abs=0.02)
 
 
-def test_a_choice_by_hand():
+def test_a_selection_is_solved_by_hand():
     metric = np.array([[3.0, 1.0, 2.0, 4.0], [1.0, 5.0, 5.0, 2.0]])
     scores = np.array([[0.1, 0.6, 0.3, 0.2], [0.4, 0.5, 0.9, 0.7]])
     assert extreme_layers(metric, "min").tolist() == [1, 0]
-    assert extreme_layers(metric, "max").tolist() == [3, 1], "of equal ones the earliest"
+    assert extreme_layers(metric, "max").tolist() == [3, 1], "the earliest of equal layers"
     low, high = (selection(metric, scores, direction) for direction in ("min", "max"))
     assert low.chosen == (2, 1)
     assert low.score.value == pytest.approx(0.5)
@@ -123,7 +123,7 @@ def test_a_choice_by_hand():
     assert low.best_share is None
 
 
-def test_with_layer_0_the_same_columns_have_other_numbers():
+def test_the_first_layer_only_shifts_the_layer_ids():
     metric, scores = curves(tasks=6, layers=9)
     found = selection(metric, scores, "min", first_layer=0, resamples=100)
     later = selection(metric, scores, "min", first_layer=1, resamples=100)
@@ -145,17 +145,17 @@ def test_intervals_of_differences_are_paired():
     assert found.best_share == pytest.approx(np.mean(np.array(best) == found.best_layer - 1))
 
 
-def test_the_direction_is_the_one_that_scores_higher_elsewhere():
+def test_the_direction_is_the_one_with_higher_scores_on_other_models():
     metric, scores = curves(tasks=5)
     following, opposing = ({"good": metric}, metric), ({"good": metric}, -metric)
     assert better_rule([following]) == ("good", "max")
     assert better_rule([opposing]) == ("good", "min")
-    assert better_rule([following, opposing, opposing]) == ("good", "min"), "each model counts alike"
+    assert better_rule([following, opposing, opposing]) == ("good", "min"), "each model has equal weight"
     rule = better_rule([({"noise": scores[::-1], "good": metric}, -metric)])
     assert rule == ("good", "min")
 
 
-def test_tables_that_do_not_fit_are_refused():
+def test_tables_of_unequal_shapes_or_with_nan_are_refused():
     for metric, scores, message in (
         (np.zeros((2, 5)), np.zeros((2, 4)), r"finite tables \(tasks, layers\) alike, got \(2, 5\) and \(2, 4\)"),
         (np.full((2, 5), np.nan), np.zeros((2, 5)), "finite tables"),

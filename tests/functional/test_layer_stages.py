@@ -1,4 +1,4 @@
-"""The division of layers against every division by explicit loops, and where it is known; CKA of all layers at once."""
+"""Layer stages against a search over all divisions and planted stages, and CKA of all layers at once."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ def symmetric(size, seed):
     return values + values.T
 
 
-def by_brute_force(matrix):
-    """Every run of two layers or more, pair by pair."""
+def brute_force_stages(matrix):
+    """Try every run of two or more layers as the middle, pair by pair."""
     size = len(matrix)
     best, most = (0, size, 0, 0.0), 0.0
     for first in range(size):
@@ -30,25 +30,25 @@ def by_brute_force(matrix):
             contrast = np.mean(within) - np.mean(across)
             pooled = np.array(within + across)
             fitted = np.array([np.mean(within)] * len(within) + [np.mean(across)] * len(across))
-            # what two means explain of the pairs, as a drop of the residual sum of squares
+            # what two means explain: the drop of the residual sum of squares over pairs
             explained = ((pooled - pooled.mean()) ** 2).sum() - ((pooled - fitted) ** 2).sum()
             if contrast > 0 and explained > most:
                 best, most = (first, len(run), size - last - 1, contrast), explained
     return best
 
 
-def test_it_is_the_best_of_every_division():
+def test_the_stages_are_the_best_of_all_divisions():
     for seed in range(25):
         size = 2 + seed % 8
         matrix = symmetric(size, seed)
         found = layer_stages(torch.from_numpy(matrix))
-        expected = by_brute_force(matrix)
+        expected = brute_force_stages(matrix)
         assert found[:3] == expected[:3]
         assert found.contrast == pytest.approx(expected[3], rel=1e-9)
 
 
 @given(st.integers(0, 5), st.integers(2, 9), st.integers(0, 5), st.floats(-0.9, 0.5), st.floats(0.01, 0.5))
-def test_a_planted_middle_is_found_at_its_own_contrast(beginning, middle, ending, across, more):
+def test_a_planted_middle_is_found_with_its_contrast(beginning, middle, ending, across, more):
     size = beginning + middle + ending
     matrix = torch.full((size, size), across, dtype=torch.float64)
     run = slice(beginning, beginning + middle)
@@ -64,22 +64,22 @@ def test_a_planted_middle_is_found_at_its_own_contrast(beginning, middle, ending
     assert turned[:3] == (found.num_ending, found.num_middle, found.num_beginning)
 
 
-def test_equal_layers_and_layers_apart_are_all_middle():
+def test_equally_similar_layers_are_all_in_the_middle():
     for size in [2, 5, 12]:
         for value in [0.0, 0.3, 1 / 3, 1.0]:
             matrix = torch.full((size, size), value, dtype=torch.float64).fill_diagonal_(1)
             assert layer_stages(matrix) == LayerStages(0, size, 0, 0.0)
-            if value:  # what rounding makes of it
+            if value:  # the same up to rounding
                 assert layer_stages(matrix + 1e-15 * torch.from_numpy(symmetric(size, 0)))[:3] == (0, size, 0)
 
 
-def test_of_equally_good_middles_the_larger_and_then_the_earlier_wins():
+def test_the_larger_and_then_the_earlier_of_equally_good_middles_wins():
     matrix = torch.zeros(6, 6)
     matrix[0:2, 0:2] = matrix[3:5, 3:5] = 1.0
     assert layer_stages(matrix)[:3] == (0, 2, 4)
 
 
-def test_the_diagonal_and_a_common_constant_do_not_count():
+def test_the_diagonal_and_a_common_constant_do_not_matter():
     matrix = torch.from_numpy(symmetric(9, 3))
     found = layer_stages(matrix)
     changed = (matrix + 5).fill_diagonal_(100)
@@ -95,7 +95,7 @@ def test_the_diagonal_and_a_common_constant_do_not_count():
         (torch.full((3, 3), torch.nan), "expected finite similarities"),
     ],
 )
-def test_what_is_no_matrix_of_similarities_is_refused(matrix, message):
+def test_too_small_and_non_finite_matrices_are_refused(matrix, message):
     with pytest.raises(ValueError, match=message):
         layer_stages(matrix)
 
@@ -103,7 +103,7 @@ def test_what_is_no_matrix_of_similarities_is_refused(matrix, message):
 # ---------------------------------------------------------------------------------------- linear_cka_matrix
 
 
-def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
+def test_cka_of_all_layers_equals_that_of_each_pair(monkeypatch):
     for rows_at_a_time in [1, 4, 100]:
         for debiased in (False, True):
             monkeypatch.setattr(geometry, "MAX_ENTRIES", rows_at_a_time * 4 * 11)
@@ -111,7 +111,7 @@ def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
             states = generator.normal(size=(4, 11, 6)) + 3
             states[2] = (
                 states[1] @ np.linalg.qr(generator.normal(size=(6, 6)))[0] * 7 - 2
-            )  # a rotation: equal but for rounding
+            )  # rotated, scaled and moved: CKA is 1 up to rounding
             found = linear_cka_matrix(torch.from_numpy(states), debiased=debiased)
             expected = [[cka(x, y, debiased=debiased) for y in states] for x in states]
             np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
@@ -119,7 +119,7 @@ def test_the_alignment_of_all_layers_is_that_of_every_two(monkeypatch):
             assert found[0, 1].item() < 0.9
 
 
-def test_a_layer_that_does_not_vary_is_undefined_alone():
+def test_only_a_constant_layer_is_undefined():
     states = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 6, 4)))
     states[1] = 2.5
     with pytest.raises(ValueError, match=r"linear_cka_matrix is undefined at element \(0, 1\): a layer does not vary"):

@@ -1,4 +1,4 @@
-"""The fast route against plain reverse mode, for every family, and its refusal of what it does not understand."""
+"""The fast route of block Jacobians against plain reverse mode, and its fallback for unsupported blocks."""
 
 import math
 import warnings
@@ -31,14 +31,14 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     [("gpt2", "sdpa"), ("gemma2", "eager"), ("gpt_neo", "eager"), ("mpt", "eager"), ("falcon_alibi", "sdpa"),
      ("bert", "eager"), ("modernbert", "sdpa"), ("vit", "eager")],
 )  # fmt: skip
-def test_every_kind_and_route_agrees_with_reverse_mode_through_the_whole_block_in_float64(name, kind):
+def test_every_family_and_route_agrees_with_reverse_mode_through_the_block_in_float64(name, kind):
     padding = None if name == "vit" else "left"
     batch = tiny_batch(name, tokens=8, padding=padding)
     trajectory = LayeredModel(tiny(name, attention=kind)).trajectory(batch)
-    # fused attention: transformers' own eager masks overflow in float64, and Gemma 2 and MPT have nothing else
+    # fused, because transformers' eager masks overflow in float64; Gemma 2 and MPT have only eager attention
     exact = torch.float32 if name in ("gemma2", "mpt") and padding else torch.float64
     reference = LayeredModel(tiny(name, exact, attention=None if name in EAGER_ONLY else "sdpa")).trajectory(batch)
-    # in these every other block attends in a window
+    # every other block of these attends in a window
     for layer in (2, 3) if name in ("gemma2", "gpt_neo") else (3,):
         hidden = trajectory.hidden[layer - 1]
         for tokens in TOKENS.values():
@@ -63,7 +63,7 @@ def test_in_float64_the_routes_agree_to_rounding(monkeypatch):
 
 
 class Attending(nn.Module):
-    """A residual block whose attention is what each test makes of it."""
+    """A residual block with the given attention function."""
 
     def __init__(self, attend, dim: int = 8, heads: int = 2) -> None:
         super().__init__()
@@ -103,21 +103,21 @@ def windowed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=0.7)
 
 
-def with_linear_biases(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """ALiBi: a slope for each head."""
-    place = torch.arange(key.shape[2], dtype=query.dtype)
-    bias = torch.tensor([0.5, 0.0625], dtype=query.dtype)[:, None, None] * (place - place[:, None])
+def linear_biases(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend with ALiBi, a slope for each head."""
+    position = torch.arange(key.shape[2], dtype=query.dtype)
+    bias = torch.tensor([0.5, 0.0625], dtype=query.dtype)[:, None, None] * (position - position[:, None])
     causal = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).triu(1)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias.masked_fill(causal, -math.inf)[None])
 
 
-def test_attention_of_any_make_is_expanded_exactly():
+def test_every_kind_of_attention_is_expanded_exactly():
     for attend in [
         fused(),
         fused(is_causal=True, scale=0.3),
         grouped,
         windowed,
-        with_linear_biases,
+        linear_biases,
         soft_capped_with_bias,
         causal_inside,
     ]:
@@ -128,8 +128,7 @@ def test_attention_of_any_make_is_expanded_exactly():
 
 
 class Tangled(nn.Module):
-    """Linear maps in a row before and after the attention, one that serves both, one whose output is not a leaf's sum,
-    and none at the end."""
+    """Linear maps in a row before and after the attention, one of them used in both places, and none at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,13 +139,13 @@ class Tangled(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         fused_map = self.wide(self.low(hidden.tanh()).sin())
         query, key, rest = fused_map.chunk(3, -1)
-        beside = self.gate(rest.exp())  # made before the attention, from the map that feeds it
-        parts = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (query, 3 * key, self.value(hidden) * 0.5))
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
-        return (hidden * 2 + self.out(mixed) * beside.sigmoid() + mixed).tanh()
+        gating = self.gate(rest.exp())  # computed before the attention, from the map that feeds it
+        qkv = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in (query, 3 * key, self.value(hidden) * 0.5))
+        mixed = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
+        return (hidden * 2 + self.out(mixed) * gating.sigmoid() + mixed).tanh()
 
 
-def test_linear_maps_may_be_tangled():
+def test_tangled_linear_maps_are_differentiated_exactly():
     block, hidden = Tangled().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     for tokens in TOKENS.values():
         found = block_jacobian(block, hidden, route="cut", **tokens)
@@ -163,11 +162,11 @@ def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return fused()(query, key, value) + fused()(value, key, query)
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def einsum_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("bhqd,bhkd->bhqk", query, key).softmax(-1) @ value
 
 
-def with_a_sink(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sink_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     scores = torch.cat([query @ key.mT, torch.zeros(*query.shape[:3], 1, dtype=query.dtype)], -1)
     return scores.softmax(-1)[..., :-1] @ value
 
@@ -178,14 +177,14 @@ def merged_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Convolving(Attending):
-    """Hears its neighbour before it attends: one token alone is not what it was."""
+    """A block that reads the previous token before it attends, so a single token gives other values."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden + F.pad(hidden, (0, 0, 1, 0))[:, :-1])
 
 
 class Averaging(Attending):
-    """Hears all tokens after it has attended."""
+    """A block that averages over all tokens after its attention."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         output = super().forward(hidden)
@@ -197,15 +196,15 @@ class Averaging(Attending):
     [
         (Attending(twice), "it attends more than once"),
         (Attending(merged_heads), "its attention has no heads"),
-        (Attending(by_hand), "no attention of a known kind"),
-        (Attending(with_a_sink), "no attention of a known kind"),
+        (Attending(einsum_attention), "no attention of a known kind"),
+        (Attending(sink_attention), "no attention of a known kind"),
         (Convolving(fused()), "does not treat a token alone as within its prompt"),
         (Averaging(fused()), "it differs from the block's own derivative by"),
         (nn.Sequential(nn.Linear(8, 8)), "no attention of a known kind"),
         (Unmapped(None), "its attention is fed otherwise than by linear"),
     ],
 )
-def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(block, reason, monkeypatch):
+def test_an_unsupported_block_falls_back_with_one_warning_and_is_exact(block, reason, monkeypatch):
     monkeypatch.setattr(block_jacobians, "_warned", set())
     block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
     expected = block_jacobian(block, hidden, route="plain")
@@ -219,7 +218,7 @@ def test_a_block_that_is_not_understood_falls_back_says_so_once_and_is_exact(blo
         assert torch.equal(block_jacobian(block, hidden), expected)
 
 
-def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inputs(monkeypatch):
+def test_the_check_runs_once_for_each_set_of_weights_and_layout_of_inputs(monkeypatch):
     block, seen = Attending(fused()), []
     check = block_jacobians._disagreement
     monkeypatch.setattr(block_jacobians, "_disagreement", lambda *args: seen.append(1) or check(*args))
@@ -236,13 +235,13 @@ def test_the_check_is_made_once_for_the_weights_of_a_module_and_a_layout_of_inpu
 
 
 class Scaled(nn.Module):
-    """A branch of adjustable size, made of something that no fast route may take for granted."""
+    """A branch of adjustable size that breaks one assumption of a fast route."""
 
     def __init__(self, kind: str, size: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.attending = kind, Attending(fused(is_causal=True))
-        self.size, self.map, self.places = nn.Parameter(torch.tensor(size)), nn.Linear(8, 8), torch.rand(1, 5, 8)
+        self.size, self.map, self.positions = nn.Parameter(torch.tensor(size)), nn.Linear(8, 8), torch.rand(1, 5, 8)
 
     def forward(self, hidden: Tensor) -> Tensor:
         branch = self.attending(hidden) - hidden
@@ -257,31 +256,31 @@ class Scaled(nn.Module):
             with torch.no_grad():
                 gate = self.map(hidden).sigmoid()
             branch = branch * gate
-        elif self.kind == "has a table of places":
-            branch = branch * self.places[:, : hidden.shape[1]]
-        elif self.kind == "has a table of all places":
-            branch = branch * self.places.to(hidden)
+        elif self.kind == "has a table of positions":
+            branch = branch * self.positions[:, : hidden.shape[1]]
+        elif self.kind == "has a table of all positions":
+            branch = branch * self.positions.to(hidden)
         return hidden + self.size * branch
 
 
-KINDS = ["mixes tokens", "moves its bias", "moves its weight", "stops gradients", "has a table of places",
-         "has a table of all places"]  # fmt: skip
+KINDS = ["mixes tokens", "moves its bias", "moves its weight", "stops gradients", "has a table of positions",
+         "has a table of all positions"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:the Jacobians of Scaled")
-def test_a_branch_is_right_however_small_it_is():
+def test_the_jacobian_of_a_small_branch_is_also_exact():
     for size in [1.0, 1e-3]:
         for kind in KINDS:
             block, hidden = Scaled(kind, size), torch.randn(2, 5, 8)
-            for tokens in (0, -1):  # what is right at one place may be wrong at another
+            for tokens in (0, -1):  # the result may be right at one token and wrong at another
                 expected = block_jacobian(block, hidden, route="plain", out_tokens=tokens)
-                # beside the skip a branch of 1e-3 has four digits in float32
+                # added to the skip, a branch of 1e-3 has four digits in float32
                 allowed = 1e-5 if size == 1.0 else 2e-3
                 assert relative_error(block_jacobian(block, hidden, out_tokens=tokens), expected) < allowed
 
 
 @pytest.mark.filterwarnings("ignore:the Jacobians of Scaled")
-def test_a_branch_that_is_zero_at_first_is_looked_at_again_when_it_has_grown():
+def test_a_branch_that_starts_at_zero_is_checked_again_after_it_has_grown():
     for kind in KINDS:
         block, hidden = Scaled(kind, 0.0), torch.randn(2, 5, 8)
         block_jacobian(block, hidden)
@@ -290,25 +289,25 @@ def test_a_branch_that_is_zero_at_first_is_looked_at_again_when_it_has_grown():
         assert relative_error(block_jacobian(block, hidden), block_jacobian(block, hidden, route="plain")) < 1e-5
 
 
-def test_a_diverged_block_gives_its_nans_and_is_not_judged_by_them():
+def test_a_diverged_block_gives_nan_and_is_not_rejected_for_it():
     block = Attending(fused())
     assert block_jacobian(block, torch.full((1, 4, 8), math.nan), route="cut").isnan().any()
     found = block_jacobian(block, torch.randn(1, 4, 8), route="cut")
     assert found.isfinite().all()
 
 
-def test_single_tokens_are_given_no_cache_under_any_of_its_names():
-    """They are prompts of their own there: what a cache holds is of others."""
+def test_single_tokens_receive_no_cache_under_any_of_its_names():
+    """Single tokens are run as separate prompts, to which the cache does not belong."""
     for name in ["cache", "past_key_values", "layer_past"]:
         from transformers import DynamicCache
 
         call = Call(nn.Identity(), (DynamicCache(), 1), {name: DynamicCache(), "use_cache": False})
-        alone = call.select(torch.tensor([0]), torch.tensor([1]), (1, 3))
-        assert (alone.args, alone.kwargs) == ((None, 1), {name: None, "use_cache": False})
+        single = call.select(torch.tensor([0]), torch.tensor([1]), (1, 3))
+        assert (single.args, single.kwargs) == ((None, 1), {name: None, "use_cache": False})
 
 
 class Adding(nn.Module):
-    """A block whose `cache` is no cache: the embeddings, which it adds behind its attention."""
+    """A block whose argument `cache` holds the embeddings, which it adds after its attention."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -317,31 +316,31 @@ class Adding(nn.Module):
         self.first, self.second = nn.LayerNorm(dim), nn.LayerNorm(dim)
 
     def forward(self, x: Tensor, cache: Tensor | None = None) -> Tensor:
-        parts = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.attended(self.first(x)).chunk(3, -1))
-        heads = F.scaled_dot_product_attention(*parts, is_causal=x.shape[1] > 1)
+        qkv = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.attended(self.first(x)).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(*qkv, is_causal=x.shape[1] > 1)
         x = x + self.back(heads.transpose(1, 2).flatten(2))
         normed = self.second(x) if cache is None else self.second(x) + cache
         return x + self.narrow(F.gelu(self.wide(normed)))
 
 
-class OfAddingBlocks(nn.Module):
+class AddingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(40, 16), nn.Embedding(6, 16)
+        self.tokens, self.positions = nn.Embedding(40, 16), nn.Embedding(6, 16)
         self.blocks = nn.ModuleList(Adding(16) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 40, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         embedded = self.tokens(ids)
-        x = embedded + self.places(torch.arange(ids.shape[1]))
+        x = embedded + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
             x = block(x, cache=embedded)
         return self.head(self.norm(x))
 
 
-def test_states_that_are_called_cache_are_an_input_like_another():
+def test_states_in_an_argument_called_cache_are_an_ordinary_input():
     torch.manual_seed(0)
-    view = LayeredModel(OfAddingBlocks().double().eval())
+    view = LayeredModel(AddingModel().double().eval())
     steps = view.trajectory({"input_ids": torch.randint(40, (2, 6))})
     given = steps.block(2), steps.hidden[1]
     expected = block_jacobian(*given, out_tokens=-1, mask=steps.mask, route="plain")
@@ -349,17 +348,17 @@ def test_states_that_are_called_cache_are_an_input_like_another():
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_modes_and_gradients_of_the_module_are_left_as_they_were():
+def test_modes_and_gradients_of_the_module_are_not_changed():
     model = tiny("gpt2").train()
     trajectory = LayeredModel(model).trajectory(tiny_batch("gpt2"))
     expected = block_jacobian(trajectory.block(1), trajectory.hidden[0], route="plain")
     with torch.inference_mode():
         found = block_jacobian(trajectory.block(1), trajectory.hidden[0].clone(), route="cut")
     assert relative_error(found, expected) < 1e-5
-    assert all(part.training for part in model.modules())
+    assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_plain_functions_take_reverse_mode_without_a_word():
+def test_plain_functions_use_reverse_mode_without_a_warning():
     hidden = torch.randn(1, 4, 8)
     block_jacobian(lambda x: x**2, hidden)

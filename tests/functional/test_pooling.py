@@ -26,7 +26,7 @@ def test_pooling_takes_the_mean_the_last_or_the_first_real_token():
         np.testing.assert_allclose(pool(tokens, mask, pooling=pooling), torch.stack(vectors), rtol=1e-12, atol=1e-15)
 
 
-def test_pooling_refuses_prompts_without_real_tokens_and_unknown_ways():
+def test_pooling_refuses_prompts_without_real_tokens_and_unknown_poolings():
     tokens, mask = normal(2, 3, 4), torch.tensor([[True] * 3, [False] * 3])
     for pooling in ("mean", "last", "cls", "centered_unit_mean"):
         with pytest.raises(ValueError, match=r"pooled vector is undefined at element \(1, 0\): there is no real token"):

@@ -1,4 +1,4 @@
-"""The prediction residual against numpy's least squares and scikit-learn, solved cases, invariances, refusals."""
+"""The prediction residual against least squares and hand-solved cases, with invariances and refusals."""
 
 import numpy as np
 import pytest
@@ -27,8 +27,8 @@ def normed(rows, normalize, eps=1e-5):
     }[normalize]
 
 
-def by_lstsq(rows, ids):
-    """Residual and rank, of least squares with a column of ones."""
+def least_squares(rows, ids):
+    """Return residual and rank of a least-squares fit with a column of ones."""
     ids = ids.numpy().astype(float)
     design = np.hstack([rows, np.ones((len(rows), 1))])
     weights = np.linalg.lstsq(design, ids, rcond=None)[0]
@@ -36,23 +36,23 @@ def by_lstsq(rows, ids):
     return ((ids - design @ weights) ** 2).mean() / ids.var(), rank
 
 
-def test_values_agree_with_numpy_s_least_squares():
+def test_values_agree_with_numpys_least_squares():
     for normalize, eps in [("layer_norm", 1e-5), ("layer_norm", 0.1), ("rms_norm", 0.1), ("none", 1e-5)]:
         features, ids = normal(2, 3, 200, 12) * 3 + 1, random_ids(200)
-        features[..., 4] += 0.02 * ids  # something to find
+        features[..., 4] += 0.02 * ids  # a signal to find
         found = prediction_residual(features, ids, normalize=normalize, eps=eps)
         assert found.value.shape == found.adjusted.shape == found.rank.shape == (2, 3)
         assert found.num_rows == 200
         assert found.held_out is None
-        for place in np.ndindex(2, 3):
-            value, rank = by_lstsq(normed(features[place], normalize, eps), ids)
-            assert found.rank[place] == rank == (12 if normalize in ("none", "rms_norm") else 11)
-            assert found.value[place].item() == pytest.approx(value, rel=1e-9)
-            assert found.adjusted[place].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
+        for index in np.ndindex(2, 3):
+            value, rank = least_squares(normed(features[index], normalize, eps), ids)
+            assert found.rank[index] == rank == (12 if normalize in ("none", "rms_norm") else 11)
+            assert found.value[index].item() == pytest.approx(value, rel=1e-9)
+            assert found.adjusted[index].item() == pytest.approx(value * 199 / (199 - rank), rel=1e-9)
         assert found.value.max() < 0.9
 
 
-def test_more_rows_than_are_looked_at_at_once_are_one_fit():
+def test_more_rows_than_one_chunk_give_one_fit():
     features, ids = normal(9000, 5), random_ids(9000)
     features[:, 2] += 0.001 * ids
     found = prediction_residual(features.float(), ids, split=first_half(ids), normalize="none")
@@ -60,20 +60,20 @@ def test_more_rows_than_are_looked_at_at_once_are_one_fit():
     assert found.value.item() == pytest.approx(1 - reference.score(features.float().double(), ids), rel=1e-10)
 
 
-def test_the_held_out_value_is_scikit_learn_s_score_on_rows_it_was_not_fitted_on():
+def test_the_held_out_value_is_scikit_learns_score_on_rows_outside_the_fit():
     features, ids = normal(2, 120, 6), random_ids(120)
     features[..., 1] += 0.002 * ids
     mask = torch.arange(120) % 3 > 0
     found = prediction_residual(features, ids, normalize="layer_norm", split=mask)
     whole = prediction_residual(features, ids, normalize="layer_norm")
     torch.testing.assert_close(found.value, whole.value, rtol=1e-10, atol=0)
-    for place in range(2):
-        rows = normed(features[place], "layer_norm")
+    for index in range(2):
+        rows = normed(features[index], "layer_norm")
         fit = LinearRegression().fit(rows[mask], ids[mask])
-        assert found.held_out[place].item() == pytest.approx(1 - fit.score(rows[~mask], ids[~mask]), rel=1e-9)
+        assert found.held_out[index].item() == pytest.approx(1 - fit.score(rows[~mask], ids[~mask]), rel=1e-9)
 
 
-def test_a_line_and_two_opposite_bends_solved_by_hand():
+def test_a_line_and_two_bends_are_solved_by_hand():
     feature = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]])
     assert prediction_residual(feature, torch.tensor([3, 5, 7, 9]), normalize="none").value.item() == pytest.approx(0)
     found = prediction_residual(feature, torch.tensor([0, 2, 2, 0]), normalize="none")  # no slope at all
@@ -83,7 +83,7 @@ def test_a_line_and_two_opposite_bends_solved_by_hand():
     assert prediction_residual(feature, torch.tensor([0, 0, 0, 4]), normalize="none").value.item() == pytest.approx(0.4)
 
 
-def test_as_many_directions_as_rows_leave_nothing():
+def test_as_many_directions_as_rows_leave_no_residual():
     found = prediction_residual(normal(6, 9), random_ids(6), normalize="none")
     assert found.rank == 5
     assert found.value.item() == pytest.approx(0, abs=1e-20)
@@ -112,7 +112,7 @@ def test_copied_and_constant_features_add_no_rank_and_no_fit():
     torch.testing.assert_close(found.held_out, expected.held_out, rtol=1e-9, atol=0)
 
 
-def test_digits_that_squaring_would_lose_are_kept():
+def test_digits_that_a_gram_matrix_would_lose_are_kept():
     ids = random_ids(100)
     centred = (ids - ids.double().mean()) / ids.double().std()
     noise = normal(100, 2)
@@ -122,16 +122,16 @@ def test_digits_that_squaring_would_lose_are_kept():
     assert np.linalg.eigvalsh(gram)[0] < 0 or np.linalg.cond(gram) > 1e15
 
 
-def test_several_labellings_at_once_are_each_one_s_own():
+def test_several_labellings_at_once_equal_separate_fits():
     features, ids = normal(3, 70, 6), torch.stack([random_ids(70), random_ids(70, seed=1)], dim=1)
     both = prediction_residual(features, ids, split=first_half(ids))
     assert both.value.shape == both.held_out.shape == (3, 2)
     assert both.rank.shape == (3,)
     for column in range(2):
-        alone = prediction_residual(features, ids[:, column], split=first_half(ids))
-        torch.testing.assert_close(both.value[:, column], alone.value, rtol=1e-10, atol=0)
-        torch.testing.assert_close(both.adjusted[:, column], alone.adjusted, rtol=1e-10, atol=0)
-        torch.testing.assert_close(both.held_out[:, column], alone.held_out, rtol=1e-10, atol=0)
+        separate = prediction_residual(features, ids[:, column], split=first_half(ids))
+        torch.testing.assert_close(both.value[:, column], separate.value, rtol=1e-10, atol=0)
+        torch.testing.assert_close(both.adjusted[:, column], separate.adjusted, rtol=1e-10, atol=0)
+        torch.testing.assert_close(both.held_out[:, column], separate.held_out, rtol=1e-10, atol=0)
 
 
 EQUAL = "expected scored token ids that are not all equal"
@@ -149,6 +149,6 @@ EQUAL = "expected scored token ids that are not all equal"
         (normal(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, EQUAL),
     ],
 )
-def test_what_cannot_be_fitted_is_refused(features, ids, options, sentence):
+def test_invalid_rows_ids_and_options_are_refused(features, ids, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         prediction_residual(features, ids, **options)

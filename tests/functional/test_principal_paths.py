@@ -12,7 +12,7 @@ def random_states(layers=4, tokens=9, dim=6, seed=0):
     return normal(layers, tokens, dim, seed=seed)
 
 
-def by_covariance(states):
+def covariance_paths(states):
     last = states[-1]
     mean = last.mean(0)
     values, vectors = np.linalg.eigh(np.cov(last.T, bias=True))
@@ -21,12 +21,12 @@ def by_covariance(states):
     return (states - mean) @ axes.T, values[[-1, -2]] / values.sum()
 
 
-def test_places_and_shares_are_those_of_the_last_layer_s_covariance():
+def test_points_and_shares_come_from_the_covariance_of_the_last_layer():
     for shape in [{}, {"tokens": 3}, {"tokens": 30, "dim": 2}, {"layers": 1}]:
         states = random_states(**shape) + 3
-        places, shares = by_covariance(states.numpy())
+        expected_points, shares = covariance_paths(states.numpy())
         found = principal_paths(states)
-        np.testing.assert_allclose(found.points.numpy(), places, atol=1e-12)
+        np.testing.assert_allclose(found.points.numpy(), expected_points, atol=1e-12)
         np.testing.assert_allclose(found.explained_variance.numpy(), shares, atol=1e-13)
 
 
@@ -39,7 +39,7 @@ def test_a_cross_of_four_tokens_has_its_arms_as_axes():
     torch.testing.assert_close(found.explained_variance, torch.tensor([0.8, 0.2], dtype=torch.float64))
 
 
-def test_translation_changes_nothing_scaling_scales_and_rotation_only_turns_axes_round():
+def test_translation_changes_nothing_scaling_scales_and_rotation_only_flips_axes():
     states = random_states()
     plain = principal_paths(states)
     moved = principal_paths(states + 7)
@@ -65,7 +65,7 @@ def test_tokens_on_a_line_or_at_one_point_have_no_plane():
             assert found.explained_variance.isnan().all()
 
 
-def test_what_has_no_plane_is_refused():
+def test_two_tokens_and_non_finite_states_are_refused():
     with pytest.raises(ValueError, match="lie on a line and have no second axis"):
         principal_paths(torch.randn(4, 2, 6))
     states = random_states()

@@ -15,7 +15,7 @@ from lit_layers.functional.probes.logistic import fit_logistic_probes, macro_f1
 
 
 def problem(num_classes=3, n=120, dim=6, layers=3, seed=0):
-    """Overlapping classes whose features differ in scale by 10,000 and are far from 0."""
+    """Return overlapping classes whose features differ in scale by 10,000 and are far from 0."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(num_classes, (n,), generator=generator)
     labels[:num_classes] = torch.arange(num_classes)
@@ -24,8 +24,8 @@ def problem(num_classes=3, n=120, dim=6, layers=3, seed=0):
     return (centers[:, labels] + 1.5 * noise) * torch.logspace(-2, 2, dim, dtype=torch.float64) + 3, labels
 
 
-def by_scikit_learn(features, labels, c):
-    """Log-probabilities, objective and coefficients of each layer's regression."""
+def scikit_learn_fits(features, labels, c):
+    """Return log-probabilities, objective and coefficients of the regression of each layer."""
     found = []
     for layer in features.double().numpy():
         rows = StandardScaler().fit_transform(layer)
@@ -41,7 +41,7 @@ def objective_of(probes, layer, features, labels, c):
     return (c * loss + probes.weight[layer].double().square().sum() / 2).item()
 
 
-def test_probes_are_those_of_scikit_learn():
+def test_probes_equal_those_of_scikit_learn():
     for num_classes, c, shape in [
         (2, 0.01, {}),
         (2, 30.0, {"n": 40, "dim": 60, "layers": 2}),
@@ -53,7 +53,7 @@ def test_probes_are_those_of_scikit_learn():
         probes = fit_logistic_probes(features, labels, c=c, tolerance=1e-8)
         assert probes.converged.all()
         log_proba = probes.log_proba(features)
-        for layer, (expected, objective, coefficients) in enumerate(by_scikit_learn(features, labels, c)):
+        for layer, (expected, objective, coefficients) in enumerate(scikit_learn_fits(features, labels, c)):
             np.testing.assert_allclose(log_proba[layer].exp(), np.exp(expected), atol=2e-6)
             assert objective_of(probes, layer, features, labels, c) == pytest.approx(objective, rel=1e-9)
             np.testing.assert_allclose(probes.weight[layer], coefficients, atol=2e-5)
@@ -64,13 +64,13 @@ def test_float32_at_the_default_tolerance_reaches_the_optimum():
     probes = fit_logistic_probes(features.float(), labels)
     assert probes.converged.all()
     assert probes.weight.dtype == torch.float32
-    for layer, (expected, objective, _) in enumerate(by_scikit_learn(features.float(), labels, 1.0)):
+    for layer, (expected, objective, _) in enumerate(scikit_learn_fits(features.float(), labels, 1.0)):
         np.testing.assert_allclose(probes.log_proba(features.float())[layer].exp(), np.exp(expected), atol=5e-5)
         assert objective_of(probes, layer, features.float(), labels, 1.0) == pytest.approx(objective, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_classes", [2, 4])
-def test_a_converged_probe_has_the_gradient_that_was_asked_for_in_the_features_coordinates(num_classes):
+def test_the_gradient_of_a_converged_probe_is_within_the_requested_tolerance(num_classes):
     features, labels = problem(num_classes, layers=1)
     tolerance, c = 1e-5, 0.5
     probes = fit_logistic_probes(features, labels, c=c, tolerance=tolerance)
@@ -106,23 +106,23 @@ def test_constant_features_give_the_class_frequencies():
             expected = share.expand(2, len(labels), -1)
             torch.testing.assert_close(probes.log_proba(features).exp(), expected, atol=1e-9, rtol=0)
             assert not probes.weight.any()
-            # at any place: a constant feature says nothing elsewhere either
+            # at any value, also other than in training
             torch.testing.assert_close(probes.log_proba(features + 5), probes.log_proba(features))
 
 
 @pytest.mark.parametrize("names", [[1, 0], [2, 0, 3, 1]])
-def test_affine_features_order_of_rows_and_numbers_of_classes_change_no_probability(names):
+def test_affine_maps_of_features_row_order_and_class_ids_change_no_probability(names):
     features, labels = problem(len(names))
     mapped = features * torch.tensor([1, -2, 1e3, 1e-4, -5, 7], dtype=torch.float64) + 11
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1))
     expected = fit_logistic_probes(features, labels, tolerance=1e-9).log_proba(features)
-    for given, where, named in (
+    for given, row_order, class_ids in (
         (mapped, torch.arange(len(labels)), torch.arange(len(names))),
         (features, order, torch.arange(len(names))),
         (features, torch.arange(len(labels)), torch.tensor(names)),
     ):
-        probes = fit_logistic_probes(given[:, where], named[labels[where]], tolerance=1e-9)
-        torch.testing.assert_close(probes.log_proba(given)[..., named], expected, atol=1e-5, rtol=0)
+        probes = fit_logistic_probes(given[:, row_order], class_ids[labels[row_order]], tolerance=1e-9)
+        torch.testing.assert_close(probes.log_proba(given)[..., class_ids], expected, atol=1e-5, rtol=0)
 
 
 def test_only_the_layer_that_has_not_converged_is_flagged():
@@ -147,18 +147,18 @@ def test_a_class_without_training_rows_is_never_predicted():
         assert torch.equal(probes.predict(features), torch.tensor(seen)[plain.predict(features)])
 
 
-def test_predictions_are_the_most_probable_classes_of_rows_never_seen():
+def test_predictions_are_the_most_probable_classes_of_new_rows():
     features, labels = problem(4)
     probes = fit_logistic_probes(features, labels)
     others = features[:, :50] * 1.1 - 0.3
     log_proba = probes.log_proba(others)
     torch.testing.assert_close(log_proba.exp().sum(-1), torch.ones(3, 50, dtype=torch.float64))
     assert torch.equal(probes.predict(others), log_proba.argmax(-1))
-    by_layer = [
+    layer_predictions = [
         LogisticRegression(tol=1e-12).fit((layer - mean) / scale, labels).predict((rows - mean) / scale)
         for layer, rows, mean, scale in zip(features, others, probes.mean, probes.scale, strict=True)
     ]
-    assert np.array_equal(probes.predict(others), by_layer)
+    assert np.array_equal(probes.predict(others), layer_predictions)
 
 
 def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
@@ -185,7 +185,7 @@ def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
         ({"c": 0.0}, "expected c above 0, got 0.0"),
     ],
 )
-def test_wrong_input_is_refused_with_a_sentence(change, message):
+def test_wrong_input_is_refused_in_one_sentence(change, message):
     given = {"features": torch.randn(2, 4, 3), "labels": torch.tensor([0, 1, 0, 1])} | change
     with pytest.raises(ValueError, match=message):
         fit_logistic_probes(**given)
@@ -197,7 +197,7 @@ def test_probes_refuse_features_of_other_layers_or_width():
         fit_logistic_probes(features, labels).log_proba(features[:2])
 
 
-def test_macro_f1_weighs_the_classes_among_the_labels_alike():
+def test_macro_f1_weights_the_classes_among_the_labels_equally():
     # class 0: 2 hits of 3 true and 2 predicted, 4/5; class 1: none of 1, 0; class 4 is only predicted
     labels, predictions = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 4, 4])
     assert macro_f1(labels, predictions) == pytest.approx((4 / 5 + 0) / 2)
@@ -207,8 +207,8 @@ def test_macro_f1_weighs_the_classes_among_the_labels_alike():
     assert macro_f1(labels, predictions) == pytest.approx(expected)
 
 
-def test_nearly_separable_classes_end_within_a_hundred_thousandth_of_a_nat_of_scikit_learn():
-    # The objective is flat there: a gradient of 1e-6 does not say much.
+def test_nearly_separable_classes_end_within_1e_5_nats_of_scikit_learn():
+    # The objective is flat there, so a gradient of 1e-6 does not bound the distance to the optimum.
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(1000) % 20
     centers = torch.randn(20, 50, generator=generator)
@@ -216,12 +216,12 @@ def test_nearly_separable_classes_end_within_a_hundred_thousandth_of_a_nat_of_sc
     features = ((0.8 * centers[labels] + torch.randn(1000, 50, generator=generator)) * spectrum)[None]
     probes = fit_logistic_probes(features, labels, c=30)
     assert probes.converged.all()
-    (_, objective, _) = by_scikit_learn(features, labels, 30)[0]
+    (_, objective, _) = scikit_learn_fits(features, labels, 30)[0]
     assert -1e-7 < (objective_of(probes, 0, features, labels, 30) - objective) / (30 * 1000) < 1e-5
 
 
 @pytest.mark.soak
-def test_a_fit_holds_one_copy_of_one_mapped_layer(tmp_path):
+def test_a_fit_keeps_one_copy_of_one_memory_mapped_layer(tmp_path):
     script = """
 import sys, torch
 from lit_layers.functional.probes.logistic import fit_logistic_probes
@@ -232,16 +232,16 @@ path = sys.argv[1]
 features = torch.from_file(path, shared=True, size=layers * rows * dim).view(layers, rows, dim)
 labels = torch.arange(rows) % 10
 fit_logistic_probes(torch.randn(1, 100, 8), labels[:100])
-def most_ever():  # of this process alone
+def peak_memory():  # of this process
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("VmHWM:"))
-before = most_ever()
+before = peak_memory()
 for block in features[0].split(5000):
     block.normal_()
 fit_logistic_probes(features[:1], labels, max_iterations=1)
-print((most_ever() - before) / (rows * dim * 4))
+print((peak_memory() - before) / (rows * dim * 4))
 """
     command = [sys.executable, "-c", script, str(tmp_path / "features")]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    # The layer itself, its copy, and about 100 MB that do not grow with it; all in float64 at once would be 3 more.
+    # The layer, its copy and a constant of about 100 MB. A whole copy in float64 would add 3 more.
     assert 1 < float(done.stdout) < 3.5, done.stdout

@@ -11,7 +11,7 @@ from lit_layers.functional.probes.regression import fit_ridge_probes
 
 
 def problem(n=90, dim=6, layers=3, outputs=(), seed=0):
-    """Features whose scales differ by 10,000, far from 0, and targets that they partly explain."""
+    """Return features with scales that differ by 10,000, far from 0, and targets that they partly explain."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(layers, n, dim, generator=generator, dtype=torch.float64)
     weight = torch.randn(dim, *outputs, generator=generator, dtype=torch.float64)
@@ -19,7 +19,7 @@ def problem(n=90, dim=6, layers=3, outputs=(), seed=0):
     return features * torch.logspace(-2, 2, dim, dtype=torch.float64) + 3, features[0] @ weight + noise + 5
 
 
-def by_scikit_learn(features, targets, penalty, others):
+def scikit_learn_fits(features, targets, penalty, others):
     found = []
     for rows, new in zip(features.double().numpy(), others.double().numpy(), strict=True):
         scaler = StandardScaler().fit(rows)
@@ -31,10 +31,10 @@ def by_scikit_learn(features, targets, penalty, others):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(_checks, "CHUNK", 150)  # so that every test joins several
+    monkeypatch.setattr(_checks, "CHUNK", 150)  # every test then joins several chunks
 
 
-def test_ridge_probes_are_those_of_scikit_learn():
+def test_ridge_probes_equal_those_of_scikit_learn():
     for shape in [{}, {"n": 12, "dim": 30, "layers": 2}]:
         for penalty in [1e-3, 1.0, 1e4]:
             for outputs in [(), (1,), (4,)]:
@@ -43,13 +43,13 @@ def test_ridge_probes_are_those_of_scikit_learn():
                 probes = fit_ridge_probes(features, targets, penalty=penalty)
                 predictions = probes.predict(others)
                 assert predictions.shape == (len(features), 10, *outputs)
-                for layer, (expected, coefficients) in enumerate(by_scikit_learn(features, targets, penalty, others)):
+                for layer, (expected, coefficients) in enumerate(scikit_learn_fits(features, targets, penalty, others)):
                     np.testing.assert_allclose(predictions[layer], expected, rtol=1e-8)
                     np.testing.assert_allclose(probes.weight[layer], coefficients, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [{"n": 12, "dim": 30}, {"n": 90, "dim": 6}])
-def test_without_a_penalty_and_with_many_solutions_the_smallest_is_found(shape):
+def test_without_a_penalty_the_smallest_of_many_solutions_is_found(shape):
     features, targets = problem(**shape)
     features = torch.cat([features, features[..., :2], features[..., :1] - features[..., 1:2]], -1)  # collinear
     probes = fit_ridge_probes(features, targets, penalty=0)
@@ -105,7 +105,7 @@ def test_constant_features_or_a_single_row_give_the_mean_target(penalty):
 
 
 def test_features_far_from_0_lose_no_digits():
-    # Squares about 0 would be 1e18, of which float64 keeps no more than 100.
+    # Without centring the squares would be 1e18, which float64 rounds to about 100.
     features, targets = problem()
     moved = features / features.std(1, keepdim=True) + 1e9
     exact = moved - 1e9  # as rounded by the addition
@@ -113,7 +113,7 @@ def test_features_far_from_0_lose_no_digits():
     torch.testing.assert_close(fit_ridge_probes(moved, targets).predict(moved), expected, rtol=1e-6, atol=0)
 
 
-def test_half_precision_is_widened_and_features_are_left_as_they_were():
+def test_half_precision_is_widened_and_features_are_not_changed():
     features, targets = problem()
     rounded = features.bfloat16()
     expected = fit_ridge_probes(rounded.double(), targets)
@@ -137,13 +137,13 @@ def test_half_precision_is_widened_and_features_are_left_as_they_were():
         ({"penalty": -1.0}, "penalty of at least 0, got -1"),
     ],
 )
-def test_wrong_input_is_refused_with_a_sentence(change, message):
+def test_wrong_input_is_refused_in_one_sentence(change, message):
     with pytest.raises(ValueError, match=message):
         fit_ridge_probes(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
 
 
-def errors_of_rows_left_out(features, targets, penalties):
-    """For each penalty the squared error of each row under a refit to all others (n refits of n - 1 rows)."""
+def leave_one_out_errors(features, targets, penalties):
+    """Return the sum of squared leave-one-out errors for each penalty, from n refits to n - 1 rows."""
     n = len(features)
     others = np.array([np.delete(np.arange(n), row) for row in range(n)])
     kept, aims = features[others], targets[others]
@@ -157,7 +157,7 @@ def errors_of_rows_left_out(features, targets, penalties):
     return errors
 
 
-def test_the_penalty_is_that_of_the_lowest_error_of_rows_left_out():
+def test_the_penalty_has_the_lowest_leave_one_out_error():
     for shape in [{}, {"n": 12, "dim": 30, "layers": 2}, {"outputs": (2,)}]:
         features, targets = problem(**shape)
         targets = targets + 5 * torch.randn(targets.shape, generator=torch.Generator().manual_seed(1))
@@ -165,14 +165,14 @@ def test_the_penalty_is_that_of_the_lowest_error_of_rows_left_out():
         grid = np.logspace(5, -3, 17)
         for layer, rows in enumerate(features.numpy()):
             scaled = StandardScaler().fit_transform(rows)
-            errors = errors_of_rows_left_out(scaled, targets.numpy().reshape(len(rows), -1), grid)
+            errors = leave_one_out_errors(scaled, targets.numpy().reshape(len(rows), -1), grid)
             assert probes.penalty[layer].item() == pytest.approx(grid[int(np.argmin(errors))])
             expected = fit_ridge_probes(features[[layer]], targets, penalty=probes.penalty[layer].item())
-            assert torch.equal(probes.weight[layer], expected.weight[0]) or shape.get("n") == 12  # there by another way
+            assert torch.equal(probes.weight[layer], expected.weight[0]) or shape.get("n") == 12  # by another route
         assert len(set(probes.penalty.tolist())) > 1 or shape
 
 
-def test_of_a_single_row_or_equal_targets_the_penalty_is_the_strongest():
+def test_a_single_row_or_equal_targets_get_the_strongest_penalty():
     features, targets = problem()
     for rows, values in ((features[:, :1], targets[:1]), (features, torch.ones(90))):
         probes = fit_ridge_probes(rows, values, penalty=None)

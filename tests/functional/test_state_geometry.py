@@ -21,8 +21,8 @@ from lit_layers.functional.state_geometry import shuffled_features
 from tests.support.references import normal, rotation
 
 
-def with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
-    """Points whose covariance has exactly these eigenvalues, in random directions."""
+def points_with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
+    """Return points whose covariance has exactly these eigenvalues, in random directions."""
     dim = len(eigenvalues)
     left = torch.linalg.qr(normal(points, dim) - normal(points, dim).mean(0))[0]
     return left * eigenvalues.sqrt() @ rotation(dim, 1)
@@ -31,11 +31,11 @@ def with_spectrum(eigenvalues: torch.Tensor, points: int) -> torch.Tensor:
 def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha():
     for alpha in [0.0, 0.5, 1.0, 2.5]:
         eigenvalues = torch.arange(1, 121, dtype=torch.float64) ** -alpha
-        points = with_spectrum(eigenvalues, 300)
+        points = points_with_spectrum(eigenvalues, 300)
         for each in (points, 3.5 * points + 7, points[torch.randperm(300)]):
             assert alpha_req(each).item() == pytest.approx(alpha, abs=1e-9)
         assert alpha_req(points, fit_range=(2, 20)).item() == pytest.approx(alpha, abs=1e-9)
-        few = with_spectrum(eigenvalues, 121)[:60]  # fewer points than dimensions: the other Gram matrix
+        few = points_with_spectrum(eigenvalues, 121)[:60]  # fewer points than dimensions: the other Gram matrix
         values = np.linalg.eigvalsh(np.cov(few.numpy().T))[::-1][:59]
         ranks = np.arange(1, 60)
         fitted = slice(10, 59)
@@ -43,7 +43,7 @@ def test_a_spectrum_of_i_to_the_minus_alpha_has_that_alpha():
         assert alpha_req(few).item() == pytest.approx(-slope, rel=1e-9)
 
 
-def test_alpha_is_refused_without_enough_ranks_and_for_a_range_that_is_none():
+def test_alpha_is_refused_for_too_few_ranks_and_empty_ranges():
     with pytest.raises(ValueError, match=r"fewer than 3 ranks in \(11, 100\)"):
         alpha_req(normal(12, 40))
     assert not alpha_req(normal(14, 40)).isnan()
@@ -53,12 +53,12 @@ def test_alpha_is_refused_without_enough_ranks_and_for_a_range_that_is_none():
         alpha_req(normal(30, 20), fit_range=(10, 10))
 
 
-def test_points_on_a_sphere_have_its_dimension_whatever_the_space_around():
+def test_points_on_a_sphere_have_its_dimension_in_any_surrounding_space():
     for dim in [1, 2, 4]:
         sphere = normal(2000, dim + 1, seed=dim)
         sphere = sphere / sphere.norm(dim=1, keepdim=True)
-        around = rotation(30)[: dim + 1]
-        assert two_nn_dimension(sphere @ around).item() == pytest.approx(dim, rel=0.05)
+        embedding = rotation(30)[: dim + 1]
+        assert two_nn_dimension(sphere @ embedding).item() == pytest.approx(dim, rel=0.05)
         assert two_nn_dimension(5 - 2 * sphere).item() == pytest.approx(two_nn_dimension(sphere).item(), rel=1e-9)
 
 
@@ -77,14 +77,14 @@ def test_the_dimension_is_the_slope_through_the_origin_and_counts_equal_points_o
 
 
 @pytest.mark.parametrize(("dtype", "rounding", "rel"), [(torch.float32, 1e-6, 1e-4), (torch.float64, 1e-15, 1e-9)])
-def test_points_that_only_rounding_holds_apart_count_once(dtype, rounding, rel):
+def test_points_that_differ_only_by_rounding_count_once(dtype, rounding, rel):
     points = 3 + normal(80, 6)
     expected = two_nn_dimension(points).item()
     again = points[:9] * (1 + rounding * normal(9, 6, seed=2))
     both = torch.cat([points, again, again.flip(0) * (1 - rounding)]).to(dtype)
     assert two_nn_dimension(both).item() == pytest.approx(expected, rel=rel)
     assert two_nn_dimension(points * (1 + 1e-3 * normal(80, 6, seed=3))).item() == pytest.approx(expected, rel=0.02)
-    near = torch.cat([points, points + 1e-4])  # no rounding: each has a nearest one that is far nearer than all others
+    near = torch.cat([points, points + 1e-4])  # not rounding: each point has one neighbour much nearer than all others
     assert two_nn_dimension(near.to(dtype)).item() < expected / 4
 
 
@@ -97,7 +97,7 @@ def test_anisotropy_is_the_mean_cosine_of_two_different_points():
     assert anisotropy(points * torch.arange(1, 41)[:, None]).item() == pytest.approx(expected, rel=1e-12)
     assert anisotropy(torch.ones(9, 3)).item() == pytest.approx(1)
     assert anisotropy(torch.eye(9)).item() == 0
-    assert anisotropy(torch.eye(3) - 1 / 3).item() == pytest.approx(-1 / 2)  # as far apart as three can be
+    assert anisotropy(torch.eye(3) - 1 / 3).item() == pytest.approx(-1 / 2)  # the largest angle of three directions
     points[3] = 0
     with pytest.raises(ValueError, match="a point is zero"):
         anisotropy(points)
@@ -124,7 +124,7 @@ def test_uniformity_is_the_log_of_the_mean_gaussian_potential_of_two_different_p
     assert uniformity(points, undefined="nan").isnan()
 
 
-def test_a_planted_massive_activation_is_found_and_padding_is_not():
+def test_a_planted_massive_activation_is_found_and_padding_is_ignored():
     tokens = normal(3, 9, 16).clamp(-3, 3)
     tokens[1, 2, 5] = -4000.0
     tokens[2, 8] = 1e6  # padding
@@ -139,13 +139,13 @@ def test_a_planted_massive_activation_is_found_and_padding_is_not():
         massive_activation(torch.zeros(1, 2, 3))
 
 
-def test_what_normal_entries_give_is_the_median_of_many_draws():
+def test_the_value_of_normal_entries_is_the_median_of_many_draws():
     sizes = normal(4001, 200).abs()
     drawn = (sizes.amax(1) / sizes.median()).median().item()
     assert normal_massive_activation(torch.tensor(200)).item() == pytest.approx(drawn, rel=0.01)
 
 
-def test_influence_and_step_of_a_block_that_turns_and_of_one_that_stretches():
+def test_influence_and_step_ratio_are_known_for_blocks_that_rotate_or_stretch():
     before = normal(6, 8)
     assert block_influence(before, 3 * before).abs().max() < 1e-15
     assert step_ratio(before, 3 * before).tolist() == pytest.approx([2.0] * 6)
@@ -153,7 +153,7 @@ def test_influence_and_step_of_a_block_that_turns_and_of_one_that_stretches():
     after = normal(6, 8, seed=4)
     cosines = (before * after).sum(1) / before.norm(dim=1) / after.norm(dim=1)
     assert block_influence(before, after).tolist() == pytest.approx((1 - cosines).tolist(), rel=1e-12)
-    tiny = before + 1e-9 * after  # where 1 - cosine is rounding: the sine is what is left
+    tiny = before + 1e-9 * after  # 1 - cosine is only rounding here, so use the sine
     sine = 1e-9 * (after - cosines[:, None] * after.norm(dim=1, keepdim=True) * before / before.norm(dim=1)[:, None])
     angle = sine.norm(dim=1) / before.norm(dim=1)
     assert block_influence(before, tiny).tolist() == pytest.approx((angle**2 / 2).tolist(), rel=1e-4)
@@ -163,7 +163,7 @@ def test_influence_and_step_of_a_block_that_turns_and_of_one_that_stretches():
     assert step_ratio(before, after, undefined="nan").isnan().tolist() == [True] + [False] * 5
 
 
-def test_shuffled_features_keep_each_feature_and_lose_what_they_say_together():
+def test_shuffled_features_keep_each_feature_and_lose_their_correlations():
     points = normal(300, 1) @ torch.ones(1, 8, dtype=torch.float64) + 0.01 * normal(300, 8, seed=1)
     shuffled = shuffled_features(points)
     torch.testing.assert_close(shuffled.sort(0).values, points.sort(0).values, rtol=0, atol=0)

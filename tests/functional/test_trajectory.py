@@ -1,4 +1,4 @@
-"""Line shape score, growth and step lengths against plain numpy, cases solved by hand, invariances, refusals."""
+"""Line shape score, growth and step lengths against numpy and hand-solved cases, with invariances and refusals."""
 
 import itertools
 import math
@@ -37,21 +37,21 @@ def path_of_steps(steps):
     return torch.cat([torch.ones(1, steps.shape[-1], dtype=torch.float64), 1 + steps.cumsum(0)])
 
 
-def by_walking(points):
-    """The published recursion: walk the unit steps, then see how far one came."""
+def walked_score(points):
+    """Compute the published recursion: walk the unit steps, then measure the distance from the start."""
     walker = points[0].copy()
     for before, after in itertools.pairwise(points):
         walker += (after - before) / math.sqrt(sum((after - before) ** 2))
     return (len(points) - 1) / math.dist(walker, points[0])
 
 
-def test_the_line_shape_score_is_the_distance_walked_in_unit_steps_over_the_distance_come():
+def test_the_line_shape_score_is_the_number_of_unit_steps_over_the_distance_covered():
     states = random_states()
-    expected = [[by_walking(states[:, i, j].numpy()) for j in range(4)] for i in range(3)]
+    expected = [[walked_score(states[:, i, j].numpy()) for j in range(4)] for i in range(3)]
     np.testing.assert_allclose(line_shape_score(states), expected, rtol=1e-13)
 
 
-def test_the_running_score_of_each_layer_is_the_score_of_the_path_so_far():
+def test_the_running_score_of_each_layer_is_the_score_of_the_path_up_to_it():
     states = random_states()
     running = running_line_shape_score(states)
     for layer in range(1, len(states)):
@@ -71,7 +71,7 @@ def test_growth_rates_and_the_deviations_of_growth_and_steps_agree_with_numpy():
     np.testing.assert_allclose(equidistance(states), lengths.std(0) / lengths.mean(0), rtol=1e-12)
 
 
-def test_collinear_steps_of_which_some_point_back_score_L_over_L_minus_twice_them():
+def test_collinear_steps_with_b_backward_ones_score_L_over_L_minus_2b():
     for back in [0, 1, 2]:
         signs = torch.tensor([-1.0] * back + [1.0] * (5 - back), dtype=torch.float64)
         steps = signs[:, None] * torch.tensor([0.1, 7, 2, 0.5, 30])[:, None] * torch.tensor([3.0, 4.0])
@@ -92,16 +92,16 @@ def test_unit_steps_that_cancel_score_infinity(steps):
     assert line_shape_score(path_of_steps(steps)).item() == math.inf
 
 
-def test_all_growth_or_all_way_in_one_of_L_blocks_gives_the_root_of_L_minus_one():
-    for where in [0, 2, 4]:
-        norms = torch.tensor([1.0 if layer <= where else 4.0 for layer in range(6)], dtype=torch.float64)
+def test_growth_or_movement_in_only_one_of_L_blocks_gives_the_root_of_L_minus_1():
+    for block in [0, 2, 4]:
+        norms = torch.tensor([1.0 if layer <= block else 4.0 for layer in range(6)], dtype=torch.float64)
         states = norms[:, None] * torch.tensor([0.6, 0.8], dtype=torch.float64)
-        assert growth_rates(states).tolist() == pytest.approx([math.log(4) * (step == where) for step in range(5)])
+        assert growth_rates(states).tolist() == pytest.approx([math.log(4) * (step == block) for step in range(5)])
         assert expodistance(states).item() == pytest.approx(2, rel=1e-13)
         assert equidistance(states).item() == pytest.approx(2, rel=1e-13)
 
 
-def test_rotation_scaling_and_reversal_in_time_change_no_score():
+def test_rotation_scaling_and_reversed_layers_change_no_score():
     for seed in range(5):
         states = random_states(seed)
         for metric in PER_TOKEN:
@@ -109,7 +109,7 @@ def test_rotation_scaling_and_reversal_in_time_change_no_score():
                 np.testing.assert_allclose(metric(changed), metric(states), rtol=1e-10)
 
 
-def test_translation_changes_no_score_of_the_steps_but_that_of_growth():
+def test_translation_changes_the_score_of_growth_and_no_score_of_steps():
     states = random_states()
     for metric in (line_shape_score, equidistance):
         np.testing.assert_allclose(metric(states + 5), metric(states), rtol=1e-10)
@@ -130,7 +130,7 @@ def test_a_power_of_all_norms_does_not_change_expodistance():
     np.testing.assert_allclose(expodistance(cubed), expodistance(states), rtol=1e-12)
 
 
-def test_narrow_states_are_widened_before_anything_is_computed():
+def test_low_precision_states_are_first_widened_to_float64():
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         states = random_states().to(dtype)
         for metric in (*PER_TOKEN, growth_rates, running_line_shape_score, state_norms, step_norms):
@@ -138,7 +138,7 @@ def test_narrow_states_are_widened_before_anything_is_computed():
             assert torch.equal(metric(states), metric(states.double()))
 
 
-def test_a_step_of_length_zero_is_refused_by_name_or_is_nan_alone():
+def test_a_step_of_length_zero_is_refused_by_name_or_only_it_is_nan():
     states = random_states()
     states[4, 1, 2] = states[3, 1, 2]
     with pytest.raises(ValueError, match=r"line_shape_score is undefined at element \(1, 2\): a step has length zero"):
@@ -179,7 +179,7 @@ def test_a_path_that_never_moves_has_no_equidistance():
     assert equidistance(torch.ones(4, 3), undefined="nan").isnan()
 
 
-def test_values_that_are_not_finite_are_undefined_where_they_stand():
+def test_non_finite_values_are_undefined_only_at_their_token():
     for layer in [0, 3, 5]:
         for value in [math.nan, math.inf]:
             states = random_states()
@@ -189,12 +189,12 @@ def test_values_that_are_not_finite_are_undefined_where_they_stand():
                     metric(states)
                 missing = metric(states, undefined="nan").isnan().reshape(-1, 3, 4)
                 assert missing.any(0).nonzero().tolist() == [[0, 1]]
-                # of a path so far, the steps before it have their values
+                # running metrics are defined for the steps before
                 first = max(0, layer - 1) if len(missing) > 1 else 0
                 assert missing[:, 0, 1].tolist() == [False] * first + [True] * (len(missing) - first)
 
 
-def test_a_state_is_finite_however_large_its_entries_and_without_a_single_one_it_is_not():
+def test_a_state_is_broken_by_one_non_finite_entry_and_not_by_large_entries():
     for dtype in [torch.float64, torch.float32, torch.bfloat16, torch.float16]:
         largest = torch.finfo(dtype).max
         for value in (largest, -largest, math.nan, math.inf, -math.inf):
@@ -217,7 +217,7 @@ def test_too_few_layers_are_undefined():
         assert metric(torch.ones(layers, 2, 3), undefined="nan").isnan().tolist() == [True, True]
 
 
-def test_a_path_seen_one_layer_after_the_other_gives_every_metric():
+def test_a_path_read_layer_by_layer_gives_every_metric():
     for dtype in [torch.float32, torch.float64]:
         states = random_states(layers=5, tokens=(1, 4))[:, 0].to(dtype)
         states[2, 1] = states[1, 1]  # a step of length zero
@@ -239,8 +239,8 @@ def test_a_path_seen_one_layer_after_the_other_gives_every_metric():
             np.testing.assert_allclose(metric("nan").numpy(), expected(values, undefined), rtol=1e-9)
         for count, scores in enumerate(path.running_line_shape_score("nan"), start=1):
             for token in (0, 3):
-                assert scores[token].item() == pytest.approx(by_walking(points[: count + 1, token]), rel=1e-9)
-            assert scores[1].isnan() == (count >= 2)  # from the step that stands still on
+                assert scores[token].item() == pytest.approx(walked_score(points[: count + 1, token]), rel=1e-9)
+            assert scores[1].isnan() == (count >= 2)  # undefined from the step of length zero on
             assert scores[2].isnan() == (count >= 3)
         broken = np.array([[token == 2 and step >= 2 for token in range(4)] for step in range(4)])
         np.testing.assert_allclose(path.growth_rates("nan"), np.where(broken, math.nan, rates), rtol=1e-9)

@@ -1,4 +1,4 @@
-"""Which variants there are of a model, how each is called, and what no model has."""
+"""The variants of a model, their names and tags, and refusals."""
 
 import itertools
 import random
@@ -15,11 +15,11 @@ def named(found, name):
 
 def test_the_variants_of_six_blocks_are_the_schedules_of_their_middles_and_blocks():
     found = variants(6, seeds=(4,), loops=(3,))
-    of_blocks = {"skip_one": range(1, 7), "switch": range(1, 6)}
+    single_blocks = {"skip_one": range(1, 7), "switch": range(1, 6)}
     for name in VARIANTS:
         expected, schedule = [], getattr(schedules, name)
-        if name in of_blocks:
-            expected = [(None, block, schedule(6, block)) for block in of_blocks[name]]
+        if name in single_blocks:
+            expected = [(None, block, schedule(6, block)) for block in single_blocks[name]]
         elif name == "baseline":
             expected = [(None, None, schedule(6))]
         else:
@@ -32,7 +32,7 @@ def test_the_variants_of_six_blocks_are_the_schedules_of_their_middles_and_block
     assert [v.loops for v in named(found, "looped_parallel")] == [3, 3, 3]
 
 
-def test_every_name_is_there_of_every_middle_seed_and_number_of_loops():
+def test_every_name_has_a_variant_for_each_middle_seed_and_number_of_loops():
     for num_blocks in [2, 3, 8, 12, 13]:
         found = variants(num_blocks)
         middles = [num for num in range(1, num_blocks) if num % 2 == (num_blocks + 1) % 2]
@@ -45,12 +45,12 @@ def test_every_name_is_there_of_every_middle_seed_and_number_of_loops():
         repeats = variants(num_blocks, ["repeat_one"])[1:]
         assert [(v.block, len(v.schedule)) for v in repeats] == [(n, num_blocks + 1) for n in range(1, num_blocks + 1)]
         assert found[0].name == "baseline"
-        assert len({str(v) for v in found}) == len(found)  # what tells them apart for a reader
+        assert len({str(v) for v in found}) == len(found)  # a reader can distinguish them
         tags = [(v.block, *sorted(v.tags.items())) for v in found]
-        assert len(set(tags)) == len(tags)  # and in a table
+        assert len(set(tags)) == len(tags)  # and so can a table
 
 
-def test_names_middles_seeds_and_loops_are_those_asked_for_and_each_once():
+def test_requested_names_middles_seeds_and_loops_occur_once_each():
     found = variants(9, ["skip", "random", "skip"], middles=[4, 2, 4], seeds=(3, 3, 1), loops=(1,))
     assert [(v.name, v.middle, v.seed) for v in found] == [
         ("baseline", None, None),
@@ -63,7 +63,7 @@ def test_names_middles_seeds_and_loops_are_those_asked_for_and_each_once():
     assert looped.schedule == parallel.schedule == (1, 2, 3, (4, 5, 6), 7, 8)
 
 
-def test_tags_tell_what_a_variant_is():
+def test_tags_describe_a_variant():
     found = variants(
         6, ["looped_parallel", "random", "skip_one"], middles=[3], seeds=[1], loops=[2], custom=["1 (2,3)"]
     )
@@ -81,7 +81,7 @@ def test_tags_tell_what_a_variant_is():
     assert [str(v) for v in (found[1], found[4])] == ["looped_parallel M=3 k=2", "skip_one block=2"]
 
 
-def test_the_same_order_written_twice_is_one():
+def test_the_same_order_written_twice_is_one_variant():
     found = variants(4, [], custom=["1 2", " 1  2 ", "1 (2)", "2 1"])
     assert [v.schedule for v in found] == [(1, 2, 3, 4), (1, 2), (2, 1)]
 
@@ -95,6 +95,6 @@ def test_the_same_order_written_twice_is_one():
         ({"custom": ["1 7"]}, r"^block: expected 1\.\.6, got 7"),
     ],
 )
-def test_what_no_model_has_is_refused(options, message):
+def test_unknown_names_middles_loops_and_blocks_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         variants(**({"num_blocks": 6} | options))
