@@ -27,7 +27,7 @@ COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "ch
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # characters; BPE training takes time quadratic in the length of a word
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-# To recognise a forked child: it lacks the threads of `tokenizers` and would wait for them forever.
+# A forked child has another id. It lacks the threads of `tokenizers` and would wait for them forever.
 _PID = os.getpid()
 
 
@@ -47,7 +47,7 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Return the largest token id plus one, including added tokens. An embedding needs so many rows."""
+        """Return the largest token id plus one, including added tokens: the number of rows that an embedding needs."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 

@@ -48,8 +48,8 @@ def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float,
     """Return a metric averaged over runs, and its standard error over rows.
 
     Args:
-        metric: Name of the metric. The perplexity is exp of the mean negative log-likelihood of a run, and its error is
-            linear in the log-likelihoods (delta method). Any other metric is the mean of its values.
+        metric: Name of the metric. The perplexity is exp of the mean negative log-likelihood of a run. Its error is
+            computed to first order in each row (delta method). Any other metric is the mean of its values.
         runs: Values of the metric, (runs, rows). For the perplexity, log-likelihoods in nats.
 
     Returns:
@@ -321,8 +321,8 @@ def _variant_records(
 ) -> Iterator[Record]:
     """Yield the records of one variant, or of the mean over several seeds.
 
-    Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. Normalised
-    scores are omitted unless the full model beats guessing (`lead`), and differences for single seeds.
+    Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. A single
+    seed has no record of it. Normalised scores are omitted unless the full model beats guessing (`lead`).
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])

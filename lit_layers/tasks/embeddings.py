@@ -75,7 +75,7 @@ class SentenceEncoder:
         return {"query": "", "document": "", **dict(self.prompts)}
 
     def text(self, text: str, prompt_name: str | None) -> str:
-        """Return the text as the model reads it, after the prompt with this name, by default the default prompt."""
+        """Return the text as the model reads it, after the prompt with this name (None: the default prompt)."""
         whole = self.prompt_map.get(prompt_name or self.default_prompt or "", "") + text
         return whole.lower() if self.lowercases else whole
 

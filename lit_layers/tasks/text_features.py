@@ -252,7 +252,7 @@ def _vectors(
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Return pooled states (batch, dim). The mean is computed in float64."""
-    # Not by `pool`: it copies the real tokens, which takes a third of a small model's forward pass.
+    # `pool` would copy the real tokens, which takes a third of a small model's forward pass.
     if pooling == "mean":
         real = mask[..., None]
         return hidden.masked_fill(~real, 0.0).sum(1, dtype=torch.float64) / real.sum(1)
