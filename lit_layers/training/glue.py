@@ -154,8 +154,8 @@ class LitGlue(LitModule):
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        # Do not ask `LayeredModel` for these: it checks the network again after each change of weights, so at every
-        # step. The check fails if blocks run in another order.
+        # The signature gives the names of the inputs. `LayeredModel` would check the network again after each change of
+        # weights, so at every step, and that check fails if blocks run in another order.
         takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")
@@ -191,9 +191,9 @@ class GlueScores(TokenizerMixin, TrainedVariants):
     """Scores of an encoder on one task of GLUE after fine-tuning in each variant of its block order.
 
     `task_score` is the mean of the task's metrics. Each metric also has its own record. Records are tagged with the
-    variant and with `training` (full or frozen). Each pair of these starts from the same weights, with the same new
-    head. Its result is saved in `root/glue/TASK/TRAINING/VARIANT.json`, and a pair with a result is not trained again.
-    The encoder is loaded again from `model`, which must be the measured model.
+    variant and with `training` (full or frozen). Each combination of variant and `training` starts from the same
+    weights, with the same new head. Its result is saved in `root/glue/TASK/TRAINING/VARIANT.json`. A combination with a
+    result is not trained again. The encoder is loaded again from `model`, which must be the measured model.
 
     Args:
         task: a name in `lit_layers.tasks.catalogue.GLUE`.

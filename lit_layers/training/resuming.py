@@ -279,8 +279,8 @@ def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint 
         verify: whether to check the hash of the file. Only the first rank needs it, as all ranks load its checkpoint.
 
     Raises:
-        InputError: if the checkpoint of the step is missing or corrupt, "last" finds only corrupt ones, or `which` is
-            neither.
+        InputError: if the checkpoint of the step is missing or corrupt, or "last" finds only corrupt ones. Also if
+            `which` is neither a step nor "last".
     """
     folder = root / FOLDER
     steps = saved_steps(folder)
