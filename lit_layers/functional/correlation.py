@@ -153,8 +153,8 @@ def partial_correlation(x: Values, y: Values, given: Sequence[Values]) -> Correl
     df = len(x) - 2 - basis.shape[1]
     if df < 1:
         raise UndefinedError(f"{len(x)} rows are too few for {basis.shape[1]} covariates: expected at least 3 more")
-    left = [_residual(name, _centered(name, column), basis) for name, column in (("x", x), ("y", y))]
-    return _tested(_cosine(*left), len(x), df)
+    rest = [_residual(name, _centered(name, column), basis) for name, column in (("x", x), ("y", y))]
+    return _tested(_cosine(*rest), len(x), df)
 
 
 def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> Correlation:
@@ -173,12 +173,12 @@ def groupwise_correlation(x: Values, y: Values, groups: Sequence[Hashable]) -> C
     df = len(x) - len(keys) - 1
     if df < 1:
         raise UndefinedError(f"{len(x)} rows in {len(keys)} groups leave nothing to compare within a group")
-    left = []
+    rest = []
     for name, column in (("x", x), ("y", y)):
         centered = _centered(name, column)
         means = np.bincount(index, centered) / np.bincount(index)
-        left.append(_nonzero(name, centered - means[index], centered, "is constant within every group"))
-    return _tested(_cosine(*left), len(x), df)
+        rest.append(_nonzero(name, centered - means[index], centered, "is constant within every group"))
+    return _tested(_cosine(*rest), len(x), df)
 
 
 def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed: int = 0) -> Interval:
@@ -304,14 +304,14 @@ def _basis(columns: Sequence[NDArray[np.float64]], n: int) -> NDArray[np.float64
 
 
 def _residual(name: str, centered: NDArray[np.float64], basis: NDArray[np.float64]) -> NDArray[np.float64]:
-    left = centered - basis @ (basis.T @ centered)
-    return _nonzero(name, left, centered, "is determined by the covariates")
+    rest = centered - basis @ (basis.T @ centered)
+    return _nonzero(name, rest, centered, "is determined by the covariates")
 
 
-def _nonzero(name: str, left: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str) -> NDArray[np.float64]:
-    if np.linalg.norm(left) <= _RELATIVE * np.linalg.norm(whole):
+def _nonzero(name: str, rest: NDArray[np.float64], whole: NDArray[np.float64], otherwise: str) -> NDArray[np.float64]:
+    if np.linalg.norm(rest) <= _RELATIVE * np.linalg.norm(whole):
         raise UndefinedError(f"a correlation is undefined: {name} {otherwise}")
-    return left
+    return rest
 
 
 # Choosing a layer without labels: how closely a metric follows task scores over layers, and the score at its extreme.

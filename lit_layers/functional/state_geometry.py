@@ -203,13 +203,13 @@ def massive_activation(
     sizes = zeroed(rows, broken).abs().masked_fill(~real[..., None], torch.nan).flatten(-2)
     if not sizes.shape[-1]:
         sizes = sizes.new_full((*sizes.shape[:-1], 1), torch.nan)
-    lower, upper = sizes.nanquantile(0.5, dim=-1), sizes.masked_fill(sizes.isnan(), -1.0).amax(-1)
+    median, top = sizes.nanquantile(0.5, dim=-1), sizes.masked_fill(sizes.isnan(), -1.0).amax(-1)
     problems = {
         "a value is not finite": broken,
         "there is no real token": ~real.any(-1),
-        "its median is 0": lower == 0,
+        "its median is 0": median == 0,
     }
-    return checked("massive_activation", upper / lower, problems, undefined)
+    return checked("massive_activation", top / median, problems, undefined)
 
 
 def normal_massive_activation(count: Tensor) -> Tensor:

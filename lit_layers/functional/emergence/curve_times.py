@@ -121,14 +121,14 @@ def emergence_times(
 
     A curve changes, but does not emerge, if the median over draws of its last (f - f_0) / C is at most 1/4.
 
-    `not_yet`: let the plateau last from the time when f is within 0.1 |C| of its last value to the last checkpoint. In
-    more than a tenth of the draws, that is shorter than 0.6 of the time from the half-way point to the plateau. The
-    plateau is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the draws, C is not known
-    yet: the peak is infinite, and the intervals of onset and half-way point have no upper end.
+    `not_yet`: the curve may still change at its last checkpoint. In more than a tenth of the draws, f stays at its last
+    level (within 0.1 |C|) for less than 0.6 of the time from its half-way point to that level. The time of the plateau
+    is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the draws, C is not known yet. The
+    time of the peak is then infinite, and the intervals of onset and half-way point have no upper end.
 
-    `before`: the curve has the mirrored property at its first checkpoint, and that is not step 0. Its first level lasts
-    shorter than 0.6 of the time from onset to half-way point, in more than a tenth of the draws. The onset is then 0,
-    and the intervals of onset, half-way point and plateau begin at 0.
+    `before`: the same at the first checkpoint, unless that is step 0. In more than a tenth of the draws, f stays at its
+    first level for less than 0.6 of the time from onset to half-way point. The onset is then 0, and the intervals of
+    onset, half-way point and plateau begin at 0.
 
     Args:
         steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
@@ -137,8 +137,8 @@ def emergence_times(
             these errors, for example prompts or seeds. An error of 0 next to positive ones (an accuracy of 0 or 1) is
             taken as too small to observe. It counts as the smallest positive error.
         replicates: Copies of the curve whose mean is `values`, one row per prompt, test row or seed,
-            (replicates, checkpoints). Used instead of `stderr`: the errors may then be correlated between checkpoints.
-            A row with NaN where the curve has a value is left out.
+            (replicates, checkpoints). Pass them instead of `stderr` if errors may be correlated between checkpoints. A
+            row with NaN where the curve has a value is left out.
         counts: How often each draw contains each replicate, (1000, replicates), from `bootstrap_counts`. Curves of the
             same prompts with the same counts can be compared draw by draw: `halfway_draws` then follow the half-way
             points of the bootstrap samples (`coupled_draws`). Each curve needs a different seed.

@@ -234,14 +234,14 @@ class _Processes:
         evidence = np.empty((len(self.kernels), num_pairs))
         single = not pairs.steps.shape[pairs.index[0]].any()  # the first step of each pair is "no step"
         for rows in self.batches(max(columns.shape[1], num_pairs)):
-            white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)
-            dot, prior = (white.transpose(0, 2, 1) @ ramps)[:, 0], self.step_height[rows, None] ** -2
-            diag = prior + _products(ramps, ramps)
+            white, shapes = self.whiten(y[:, None], rows), self.whiten(columns, rows)
+            dot, prior = (white.transpose(0, 2, 1) @ shapes)[:, 0], self.step_height[rows, None] ** -2
+            diag = prior + _products(shapes, shapes)
             if single:
                 dot, diag = dot.take(pairs.index[1], 1), diag.take(pairs.index[1], 1)
                 gain = dot * dot / diag - np.log(diag / prior)
             else:
-                cross = _products(*(ramps.take(index, 2) for index in pairs.index))
+                cross = _products(*(shapes.take(index, 2) for index in pairs.index))
                 dots, diags = ([each.take(index, 1) for index in pairs.index] for each in (dot, diag))
                 gain = _gain(dots, diags, cross, prior)
             evidence[rows] = 0.5 * gain + self.base_evidence(white, rows) + pairs.log_prior
@@ -256,11 +256,11 @@ class _Processes:
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
         for row, prior in enumerate(self.step_height**-2):
             rows = slice(row, row + 1)
-            white, ramps = self.whiten(y[:, None], rows), self.whiten(columns, rows)[0]
-            dot, diag = white[0, :, 0] @ ramps, prior + _products(ramps, ramps)
+            white, shapes = self.whiten(y[:, None], rows), self.whiten(columns, rows)[0]
+            dot, diag = white[0, :, 0] @ shapes, prior + _products(shapes, shapes)
             dots, diags = ([each[firsts, None], each] for each in (dot, diag))
             # One matrix product gives the products of all pairs of steps. `evidence` would compute them pair by pair.
-            gain = _gain(dots, diags, ramps[:, firsts].T @ ramps, prior)
+            gain = _gain(dots, diags, shapes[:, firsts].T @ shapes, prior)
             np.maximum(most, 0.5 * gain + self.base_evidence(white, rows), out=most)
         return most
 
@@ -309,12 +309,12 @@ def draw_curves(
     used, starts = np.unique(owner, return_index=True)
     slices = {row: slice(*ends) for row, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
     # Draw all random numbers first, process by process. The products below then handle all draws together.
-    curves, chances = np.empty((draws, len(grid))), np.empty((2, draws))
+    curves, normals = np.empty((draws, len(grid))), np.empty((2, draws))
     for mine in slices.values():
         count = mine.stop - mine.start
         curves[mine] = rng.standard_normal((len(grid), count)).T
-        chances[:, mine] = rng.standard_normal((2, count))
-    heights, white = _drawn_heights(processes, pairs, owner, slices, x, y, chances)
+        normals[:, mine] = rng.standard_normal((2, count))
+    heights, white = _drawn_heights(processes, pairs, owner, slices, x, y, normals)
     _condition_(curves, processes, slices, x, grid, white)
     on_grid = pairs.steps.values(grid).T
     for index, height in zip(pairs.index, heights, strict=True):
@@ -330,26 +330,26 @@ def _drawn_heights(
     slices: dict[int, slice],
     x: Array,
     y: Array,
-    chances: Array,
+    normals: Array,
 ) -> tuple[tuple[Array, Array], Array]:
     """Return drawn heights of both steps of each draw, and the whitened values minus the whitened steps, (n, draws).
 
-    `owner` is the index of the process of each draw. `chances` (2, draws) are standard normal numbers, first for the
+    `owner` is the index of the process of each draw. `normals` (2, draws) are standard normal numbers, first for the
     second step, then for the first step.
     """
-    columns, white, ramps = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
+    columns, white, shapes = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
         whitening, index = processes.whitening[row], pairs.index[:, mine]
         white[:, mine] = (whitening @ y)[:, None]
-        ramps[..., mine] = (whitening @ columns[:, index.ravel()]).reshape(-1, *index.shape)
-    first, second = ramps[:, 0], ramps[:, 1]
+        shapes[..., mine] = (whitening @ columns[:, index.ravel()]).reshape(-1, *index.shape)
+    first, second = shapes[:, 0], shapes[:, 1]
     prior = processes.step_height[owner] ** -2
     diag = prior + _products(first, first), prior + _products(second, second)
     slope, schur = _schur(diag, _products(first, second), prior)
     dot = _products(first, white), _products(second, white)
     # Draw the second height from its marginal, then the first height given the second. Both distributions are normal.
-    late = (dot[1] - slope * dot[0]) / schur + chances[0] / np.sqrt(schur)
-    early = dot[0] / diag[0] - slope * late + chances[1] / np.sqrt(diag[0])
+    late = (dot[1] - slope * dot[0]) / schur + normals[0] / np.sqrt(schur)
+    early = dot[0] / diag[0] - slope * late + normals[1] / np.sqrt(diag[0])
     white -= first * early + second * late
     return (early, late), white
 
@@ -423,8 +423,8 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
     - The part of the log-evidence that no value changes: the logarithm in the gain, and the prior, (processes, pairs).
     - A matrix for each pair, (pairs, 2, processes x 2), that turns these products of all processes into step heights.
     """
-    ramps, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
-    first, second = (ramps.take(index, 2) for index in pairs.index)
+    shapes, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
+    first, second = (shapes.take(index, 2) for index in pairs.index)
     diag = prior + _products(first, first), prior + _products(second, second)
     slope, schur = _schur(diag, _products(first, second), prior)
     early, late = 1 / np.sqrt(2 * diag[0]), 1 / np.sqrt(2 * schur)

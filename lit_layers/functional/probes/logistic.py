@@ -463,8 +463,8 @@ class _Discriminant:
 
     def weight(self, penalty: float) -> Tensor:
         """Return the weights (dim, classes) for d_k before shrinkage."""
-        held = self.within + penalty * torch.eye(len(self.within)).to(self.within)
-        return torch.cholesky_solve(self.delta, torch.linalg.cholesky(held))
+        cov = self.within + penalty * torch.eye(len(self.within)).to(self.within)
+        return torch.cholesky_solve(self.delta, torch.linalg.cholesky(cov))
 
     def shrunk(self, weight: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
         """Return the factor n_k / (n_k + r) of each class (classes,), and q_k (classes,)."""
