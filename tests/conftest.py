@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 
 from tests.support.costs import Costs
-from tests.support.data_mapping import linked
+from tests.support.data_mapping import link_data
 
 # A process started in the background of a script ignores Ctrl-C, which tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -112,7 +112,7 @@ def realdata(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the optional folder of real data sets, with the path of each task."""
     if not DATA.is_dir():
         pytest.skip(f"no data folder at {DATA}: set LIT_LAYERS_DATA")
-    return linked(DATA, tmp_path_factory.mktemp("data"))
+    return link_data(DATA, tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.tasks import mteb_scores
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
-from tests.support.benchmark_rows import tiny_speaker, write_tasks, write_tokenizer
+from tests.support.benchmark_rows import tiny_causal_model, write_tasks, write_tokenizer
 from tests.support.labelled_texts import saved_gpt2
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
@@ -122,13 +122,13 @@ def test_the_reported_difference_is_that_of_losses_in_float64(kind):
 def test_scores_of_a_task_are_those_under_autocast(tmp_path):
     write_tasks(tmp_path / "data" / "benchmarks")
     write_tokenizer(tmp_path / "tokenizer")
-    model = tiny_speaker(blocks=3, seed=3)
+    model = tiny_causal_model(blocks=3, seed=3)
     options = {"tokenizer": str(tmp_path / "tokenizer"), "results": tmp_path / "results", "folder": tmp_path / "data"}
     analysis = BenchmarkScores(task="arc_challenge", variants=("skip_one",), dtype="bfloat16", limit=3, **options)
     found = list(records_of(analysis, LayeredModel(model)))
     assert list(records_of(analysis, LayeredModel(model))) == found  # from its files
     assert {r.tags["dtype"] for r in found} == {"bfloat16"}
-    rows, network = local_task("arc_challenge", tmp_path / "data"), autocast_blocks(tiny_speaker(blocks=3, seed=3))
+    rows, network = local_task("arc_challenge", tmp_path / "data"), autocast_blocks(tiny_causal_model(blocks=3, seed=3))
     with running_order(network, parse_schedule("1 3", 3)):
         scored = LmEvalScorer(rows, options["tokenizer"], limit=3, max_length=600).score(network)
     expected = np.mean(scored.values["task_score_norm"])

@@ -30,15 +30,15 @@ from lit_layers.training.run_log import RunLog
 from tests.support import tiny_images, tiny_training
 from tests.support.every_analysis import (
     VOCABULARY,
-    of_images,
-    of_prompts,
-    of_text,
+    image_analyses,
+    prompt_analyses,
     prompts,
     save_inputs,
+    text_analyses,
 )
 from tests.support.listed_batches import Listed
 from tests.support.random_text import RandomText
-from tests.support.shares import found_by_ranks
+from tests.support.thread_ranks import outcomes_on_ranks
 from tests.support.tiny_models import sees_images, tiny
 
 pytestmark = pytest.mark.skipif(
@@ -73,9 +73,9 @@ def values(measurement: Measurement) -> list[float]:
 
 
 def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, Measurement]:
-    analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
+    analyses = image_analyses() if sees_images(name) else text_analyses(save_inputs(folder))
     if name == "gpt2":  # the other models run in shards, or in the soak tier
-        left_out = {other.name for other in of_prompts(prompts())} | LONG
+        left_out = {other.name for other in prompt_analyses(prompts())} | LONG
         analyses = [each for each in analyses if each.name not in left_out]
     return {analysis.name: one_model.measure(model, analysis, run="run", step=0) for analysis in analyses}
 
@@ -107,7 +107,7 @@ def assert_close(on_device: dict[str, Measurement], on_cpu: dict[str, Measuremen
 def shared_on_device(device) -> tuple[dict[str, Measurement], dict]:
     model = made("gpt2").to(device.DEVICE).eval()
     device.reset()
-    found, _ = found_by_ranks(model, of_prompts(prompts()), 2)
+    found, _ = outcomes_on_ranks(model, prompt_analyses(prompts()), 2)
     return {each.analysis.name: each.measurement(run="run", step=0) for each in found}, dict(device.violations)
 
 
@@ -116,7 +116,7 @@ def test_results_of_a_rank_hold_no_tensor_of_the_device():
     joined, violations = apart(shared_on_device)
     assert violations == {}
     model = made("gpt2")
-    alone = {each.name: one_model.measure(model, each, run="run", step=0) for each in of_prompts(prompts())}
+    alone = {each.name: one_model.measure(model, each, run="run", step=0) for each in prompt_analyses(prompts())}
     assert_close(joined, alone)
 
 

@@ -14,8 +14,8 @@ from lit_layers.errors import InputError
 from lit_layers.measuring import engine
 from lit_layers.measuring.offline import analyze_series
 from lit_layers.series import HubRevisions, OneModel, StepFolders
-from tests.support.every_analysis import of_images, of_prompts, of_text, prompts, save_inputs
-from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.every_analysis import image_analyses, prompt_analyses, prompts, save_inputs, text_analyses
+from tests.support.measured_series import new_recipe, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, served, template
 
 
@@ -152,7 +152,7 @@ def test_workers_fetch_a_series_of_the_hub_and_their_fingerprints_are_audited(tm
 
 
 def test_every_analysis_can_be_sent_to_a_worker(tmp_path):
-    analyses = [*of_prompts(prompts()), *of_images(), *of_text(save_inputs(tmp_path / "inputs"))]
+    analyses = [*prompt_analyses(prompts()), *image_analyses(), *text_analyses(save_inputs(tmp_path / "inputs"))]
     assert len(analyses) > 30
     for one in analyses:
         there = pickle.loads(pickle.dumps(one))
@@ -164,7 +164,7 @@ def test_a_recipe_may_name_the_engine(tmp_path, ray, capsys):
     shutil.rmtree(run / "main")
     recipe = tmp_path / "engine.yaml"
     recipe.write_text("engine: ray\n")
-    command = ["analyze", str(run), "--steps", "[0, 4]", "--config", str(of_texts(tmp_path)), "--config", str(recipe)]
+    command = ["analyze", str(run), "--steps", "[0, 4]", "--config", str(new_recipe(tmp_path)), "--config", str(recipe)]
     assert main([*command, "--root", str(tmp_path / "out" / "run")]) == 0
     assert "2 measured" in capsys.readouterr().out
     assert len(ray.sent) == 2

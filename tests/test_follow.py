@@ -18,7 +18,7 @@ from lit_layers.files import run_lock
 from lit_layers.measuring.offline import analyze_series, follow
 from lit_layers.series import StepFolders
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint
-from tests.support.measured_series import of_texts, sorted_lines, trained, two_groups
+from tests.support.measured_series import new_recipe, sorted_lines, trained, two_groups
 from tests.support.series_hub import make_series, template
 from tests.support.tiny_training import fit
 
@@ -166,7 +166,7 @@ def test_only_a_training_that_does_not_measure_is_measured_at_the_same_time(tmp_
 
 def hf_folder(tmp_path: Path, steps: tuple[int, ...]) -> tuple[Path, list[str]]:
     """Write checkpoints of the HF Trainer; return the arguments of the command."""
-    model, recipe = template(tmp_path / "model", vocab_size=300), of_texts(tmp_path)
+    model, recipe = template(tmp_path / "model", vocab_size=300), new_recipe(tmp_path)
     place = make_series(model, tmp_path / "trainer", steps, name="checkpoint-{}")
     shutil.rmtree(place / "main")
     for folder in place.iterdir():

@@ -21,7 +21,7 @@ from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSeed
 from tests.support import tiny_training
-from tests.support.every_analysis import of_images, of_text, save_inputs
+from tests.support.every_analysis import image_analyses, save_inputs, text_analyses
 from tests.support.random_text import RandomText
 from tests.support.saved_models import saved
 from tests.support.tiny_models import sees_images
@@ -39,7 +39,7 @@ def has_mteb() -> bool:
 
 
 def measured(model: torch.nn.Module, name: str, folder: Path) -> dict[str, records.Measurement]:
-    analyses = of_images() if sees_images(name) else of_text(save_inputs(folder))
+    analyses = image_analyses() if sees_images(name) else text_analyses(save_inputs(folder))
     if not has_mteb():
         analyses = [each for each in analyses if not isinstance(each, MtebTask)]
     return {analysis.name: one_model.measure(model, analysis, run="run", step=0) for analysis in analyses}

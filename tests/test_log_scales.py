@@ -13,7 +13,7 @@ from lit_layers.figures.theme import Axis
 from lit_layers.functional.block_schedules import variants
 from lit_layers.records import Measurement, Record
 from tests.support.charts import svg_texts, svgs
-from tests.support.written import made
+from tests.support.written import measured
 
 LAYERS, HIGHEST = 6, 1e43
 LENS, TASK = "logit_lens_perplexity", "task_perplexity"
@@ -21,7 +21,7 @@ LENS, TASK = "logit_lens_perplexity", "task_perplexity"
 
 def lens(step: int | None) -> Measurement:
     values = [HIGHEST ** (1 - layer / (LAYERS + 1)) for layer in range(LAYERS + 1)]
-    return made("lens", [Record(metric=LENS, value=value, layer=n) for n, value in enumerate(values)], step=step)
+    return measured("lens", [Record(metric=LENS, value=value, layer=n) for n, value in enumerate(values)], step=step)
 
 
 def task(step: int | None) -> Measurement:
@@ -30,7 +30,7 @@ def task(step: int | None) -> Measurement:
         tags = {name: value for name, value in variant.tags.items() if name != "schedule"}
         rows.append(Record(metric=TASK, value=HIGHEST ** ((index + 1) / 30), layer=variant.block, tags=tags))
     rows.append(Record(metric=TASK, value=HIGHEST, tags={"variant": "custom", "schedule": "1 1 1"}))
-    return made("intervene/lambada", rows, step=step)
+    return measured("intervene/lambada", rows, step=step)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_a_log_axis_has_a_few_numbers_to_read_it_by():
 def layer_records(analysis: str, metric: str, *values: float) -> pd.DataFrame:
     """Return records of the layers at two steps."""
     rows = [Record(metric=metric, value=value, layer=layer) for layer, value in enumerate(values)]
-    return records.frame(made(analysis, rows, step=step) for step in (1, 2))
+    return records.frame(measured(analysis, rows, step=step) for step in (1, 2))
 
 
 def test_numbers_beside_the_colours_of_a_map_differ():

@@ -17,7 +17,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.report import sections, write_report
 from tests.support.charts import figure_data
 from tests.support.layer_results import layer_results
-from tests.support.metric_tables import DOCS, with_tables
+from tests.support.metric_tables import DOCS, fill_tables
 
 BRIER = Metric("brier_score", "Probe Brier score", "", "Mean squared error of the probabilities.", low=0, high=2)
 BRIER = replace(BRIER, better="lower", group="score")
@@ -100,7 +100,7 @@ def test_one_row_shows_a_metric_everywhere(tmp_path, monkeypatch):
 def test_the_tables_of_the_documentation_are_those_of_the_rows():
     for page in DOCS.glob("*.md"):
         text = page.read_text()
-        assert with_tables(text) == text, f"{page.name}: run python -m tests.support.metric_tables"
+        assert fill_tables(text) == text, f"{page.name}: run python -m tests.support.metric_tables"
     page = (DOCS / "metrics.md").read_text()  # the page has one rule for halves, and one for chance levels
     shown = [name for name, row in METRICS.items() if row.also != "half"]
     unnamed = {name for name in shown if f"`{name}`" not in page}

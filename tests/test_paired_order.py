@@ -14,7 +14,7 @@ from lit_layers.clock.times_and_order import layer_order_table, measure_times, o
 from lit_layers.functional.emergence.curve_times import bootstrap_counts, emergence_times
 from lit_layers.records import Record, Store, values_path
 from tests.support.undrawn import leave_undrawn
-from tests.support.written import made
+from tests.support.written import measured
 
 AXIS = np.linspace(0, 11, 16)
 STEPS = np.round(np.exp2(AXIS) - 1)
@@ -77,7 +77,7 @@ def run(tmp_path):
             kept = [record("shown", rows[:, number], 1), record("shown", rows[:, max(number - 1, 0)], 2)]
             kept.append(replace(record("unkept", rows[:, number]), by_prompt=None))
             provenance = {"config_hash": analysis, "data_hash": data}
-            store.add(made(analysis, kept, run="planted", step=step, provenance=provenance))
+            store.add(measured(analysis, kept, run="planted", step=step, provenance=provenance))
     return store.path.parent
 
 

@@ -13,7 +13,7 @@ from lit_layers.cli.main import main
 from lit_layers.cli.options import parser_of
 from lit_layers.papers import PAPERS, PaperRecipe, Step, compare, read_recipe
 from lit_layers.records import Record
-from tests.support.paper_tables import PAGE, ROOT, read, recipe_paths, with_tables
+from tests.support.paper_tables import PAGE, ROOT, fill_tables, read, recipe_paths
 from tests.support.written import write
 
 RECIPES = {f"{path.parent.name}/{path.stem}": path for path in recipe_paths()}
@@ -54,7 +54,7 @@ def test_every_paper_has_its_recipes_and_the_page_has_their_table():
     """`python -m tests.support.paper_tables` writes the table."""
     assert {path.parent.name for path in RECIPES.values()} <= {*PAPERS}
     assert all(read(path).paper == path.parent.name for path in RECIPES.values())
-    assert with_tables(PAGE.read_text()) == PAGE.read_text()
+    assert fill_tables(PAGE.read_text()) == PAGE.read_text()
 
 
 # ------------------------------------------------------------------------------------------------ the comparison

@@ -15,12 +15,12 @@ from lit_layers.figures.theme import Axis
 from lit_layers.records import Record
 from tests.support.charts import axis, drawn, line, names, svg_texts, svgs, values
 from tests.support.runs import measurement
-from tests.support.written import made
+from tests.support.written import measured
 
 
 def table(*found: tuple[int, list[Record]], analysis: str = "a", tokens: int | None = 100) -> pd.DataFrame:
     return records.frame(
-        made(analysis, rows, step=step, tokens=None if tokens is None else step * tokens) for step, rows in found
+        measured(analysis, rows, step=step, tokens=None if tokens is None else step * tokens) for step, rows in found
     )
 
 
@@ -337,7 +337,7 @@ def test_lines_that_span_three_decades_above_0_are_on_a_log_axis(shown) -> None:
         for figure in (
             plots.emergence_curves(frame, "state_norm"),
             plots.layer_profile(frame, "state_norm"),
-            plots.layer_profile(records.frame([made("a", first)]), "state_norm"),
+            plots.layer_profile(records.frame([measured("a", first)]), "state_norm"),
         ):
             shown_as = figure.spec()["encoding"]["y"]["scale"].get("type")
             assert (figure.y.log, shown_as == "log") == (is_log, is_log), (low, largest)
@@ -381,9 +381,9 @@ def test_the_change_table_compares_the_first_and_the_last_checkpoint_of_each_hea
 
 def audited(verdicts: dict[int | str, str], metric: str = "m") -> pd.DataFrame:
     """Return a metric's layers at several steps or models, each with an audit verdict."""
-    places = {at: {"run": at} if isinstance(at, str) else {"step": at} for at in verdicts}
+    runs = {at: {"run": at} if isinstance(at, str) else {"step": at} for at in verdicts}
     rows = layers_of(0, 1, metric=metric)
-    return records.frame(made("a", rows, provenance={"audit": verdicts[at]}, **where) for at, where in places.items())
+    return records.frame(measured("a", rows, provenance={"audit": verdicts[at]}, **tags) for at, tags in runs.items())
 
 
 def test_suspect_checkpoints_and_models_are_left_out_unless_allowed() -> None:
@@ -424,7 +424,7 @@ def models(**depths: int) -> pd.DataFrame:
         rows += [Record(metric="m", value=5.0 + number, tags={"reference": "lm_head"})]
         rows += [Record(metric="whole", value=10.0 * number, low=1.0, high=99.0)]
         rows += [Record(metric="pair", value=0.1, layer=1, other_layer=two) for two in range(1, depth + 1)]
-        found.append(made("a", rows, run=f"org/{name}"))
+        found.append(measured("a", rows, run=f"org/{name}"))
     return records.frame(found)
 
 
@@ -500,7 +500,7 @@ def test_the_table_of_models_has_the_headlines_of_each_at_its_last_layer() -> No
     ]
     assert plots.model_table(table(*whole((1, 2)))).empty
     gap = [Record(metric="min_gap", value=0.1), Record(metric="kl_to_final", value=0.1, layer=1)]
-    assert plots.model_table(records.frame([made("a", gap)]))["metric"].tolist() == ["min_gap"], "the other: a profile"
+    assert plots.model_table(records.frame([measured("a", gap)]))["metric"].tolist() == ["min_gap"], "no profile"
 
 
 def test_one_model_without_steps_has_its_matrix_without_a_slider() -> None:

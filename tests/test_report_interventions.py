@@ -19,7 +19,7 @@ from lit_layers.report.sections import intervention_sections
 from tests.support import variant_results
 from tests.support.charts import blocks
 from tests.support.undrawn import leave_undrawn
-from tests.support.written import made, write
+from tests.support.written import measured, write
 
 
 def sections(page: Path) -> dict[str, dict[str, list[str]]]:
@@ -120,7 +120,7 @@ def test_the_pictures_of_a_run_include_those_of_its_variants(tmp_path: Path, mon
 
 def test_wandb_gets_a_curve_per_variant_but_no_single_orders_and_one_number_of_loops() -> None:
     own = variant_results.interventions(8, blocks=6, seeds=4)
-    points = {name: record.value for name, record in curves_of([made("interventions", own, step=8)], {}, "all").items()}
+    points = {name: each.value for name, each in curves_of([measured("interventions", own, step=8)], {}, "all").items()}
     assert not [name for name in points if "seed=" in name or "schedule=" in name]
     assert {name for name in points if "loops=" in name and "variant_loss" in name} == {
         f"interventions/variant_loss/loops=3/middle={m}/variant=looped_parallel" for m in (1, 3, 5)

@@ -11,7 +11,7 @@ from lit_layers.errors import InputError
 from lit_layers.records import Record
 from tests.support.charts import drawn, line, names, svg_texts, svgs
 from tests.support.layer_results import ANALYSES, CATEGORIES, LAYERS, SIZES, layer_results
-from tests.support.written import made
+from tests.support.written import measured
 
 
 def table_of(analysis: str, *steps: int, layers: int = LAYERS) -> pd.DataFrame:
@@ -56,7 +56,7 @@ def test_all_categories_stand_in_one_map_by_their_groups_with_one_range_around_z
 
 def test_names_of_categories_are_shown_not_interpreted_and_long_ones_are_cut() -> None:
     rows = [Record(metric="m", value=1.0, layer=0, tags={"category": f"<i>{'long ' * 9}{n}"}) for n in range(2)]
-    fig = plots.tag_map(records.frame([made("a", rows, step=1)]), "m")
+    fig = plots.tag_map(records.frame([measured("a", rows, step=1)]), "m")
     texts = [text for text in svg_texts(fig) if "long" in text]
     assert len(texts) == 2
     assert all(text.startswith("&lt;i&gt;long") and text.endswith("\N{HORIZONTAL ELLIPSIS}") for text in texts)

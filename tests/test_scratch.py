@@ -10,7 +10,7 @@ import pytest
 from lit_layers.analyses import Probe
 from lit_layers.files.durable import Scratch
 from lit_layers.measuring.one_model import measure
-from tests.support.every_analysis import VOCABULARY, of_text, save_inputs
+from tests.support.every_analysis import VOCABULARY, save_inputs, text_analyses
 from tests.support.tiny_models import tiny
 
 MAKES = """
@@ -50,7 +50,7 @@ def test_a_temporary_folder_is_removed_with_its_last_reference_or_its_process(pl
 
 
 def test_a_probe_that_fails_leaves_no_folder(place, monkeypatch):
-    (probe,) = (each for each in of_text(save_inputs(place / "inputs")) if type(each) is Probe)
+    (probe,) = (each for each in text_analyses(save_inputs(place / "inputs")) if type(each) is Probe)
     take = Probe._features_of
 
     def fill_the_disk(*given):

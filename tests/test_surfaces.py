@@ -13,7 +13,7 @@ from lit_layers.errors import InputError
 from lit_layers.figures.maps import best_layers
 from lit_layers.records import Record
 from lit_layers.report import write_report
-from tests.support.charts import axis, page_figures, place
+from tests.support.charts import axis, axis_position, page_figures
 from tests.support.layer_scores import DOMAINS, TASKS, add
 from tests.support.written import write
 
@@ -121,7 +121,7 @@ def test_a_cell_is_a_layer_and_step_at_its_logarithm_with_step_0_separate(tmp_pa
     assert np.allclose(fig.cells.values, [scores.mean(1).T], rtol=1e-3)
     assert fig.cells.rows == [0, 1, 2, 3, 4]
     assert fig.training.texts()[2] == "step 8 · 8,000 tokens"
-    x = [place(fig, step) for step in STEPS]
+    x = [axis_position(fig, step) for step in STEPS]
     assert x[1:] == pytest.approx(np.log10([2, 9, 513]), abs=1e-4)
     assert axis(fig).divider == pytest.approx((x[0] + x[1]) / 2, abs=1e-4), "where the cells meet"
     ends = x[0] - (x[1] - x[0]) / 2, x[3] + (x[3] - x[2]) / 2

@@ -12,7 +12,7 @@ from lit_layers import plots, records
 from lit_layers.errors import InputError
 from lit_layers.records import Record
 from tests.support.charts import drawn, line, names, values
-from tests.support.written import made
+from tests.support.written import measured
 
 MIDDLES = [1, 3, 5]
 MEDIAN = "intervene/median_over_tasks"
@@ -20,7 +20,7 @@ MEDIAN = "intervene/median_over_tasks"
 
 def table(*measurements: tuple[str, int | None, list[Record]], run: str = "r", **provenance: str) -> pd.DataFrame:
     return records.frame(
-        made(analysis, own, run=run, step=step, provenance=provenance if step == 8 else {})
+        measured(analysis, own, run=run, step=step, provenance=provenance if step == 8 else {})
         for analysis, step, own in measurements
     )
 

@@ -40,7 +40,7 @@ from tests.support.distilled import distilled
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.shares import found_by_ranks
+from tests.support.thread_ranks import outcomes_on_ranks
 from tests.support.tiny_models import tiny
 
 BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
@@ -51,7 +51,7 @@ LONG += ("AttentionPatterns", "CouplingMatrices", "Representation", "StateGeomet
 LONG += ("Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
-    for name in sorted(each.__name__ for each in every_analysis.kinds())
+    for name in sorted(each.__name__ for each in every_analysis.analysis_classes())
 ]
 
 # What compares with the last layer.
@@ -97,7 +97,7 @@ def folder(tmp_path_factory) -> Path:
 def worlds(folder) -> list[World]:
     """Both models are in training mode, with dropout or drop-path: what is measured is measured in evaluation mode."""
     texts = World(text_model().train(), text_analyses(folder), {})
-    return [texts, World(distilled(), every_analysis.of_images(), {})]
+    return [texts, World(distilled(), every_analysis.image_analyses(), {})]
 
 
 def text_model(num_layers: int = BLOCKS) -> Any:
@@ -111,7 +111,7 @@ def text_model(num_layers: int = BLOCKS) -> Any:
 
 def text_analyses(folder: Path, name: str = "results") -> list[Analysis]:
     """The analyses of text; scores of MTEB are kept in a folder of this name."""
-    found = every_analysis.of_text(folder)
+    found = every_analysis.text_analyses(folder)
     return [dataclasses.replace(a, results=folder / name) if isinstance(a, MtebTask) else a for a in found]
 
 
@@ -127,7 +127,7 @@ def test_an_analysis_keeps_the_contract(worlds, folder, kind):
         every_record_has_a_row(alone)
         assert text_of(alone) == text_of(beside), "another number beside other analyses"
         if world is worlds[0]:
-            (shared,), _ = found_by_ranks(world.model, [analysis], 2)
+            (shared,), _ = outcomes_on_ranks(world.model, [analysis], 2)
             assert shared.error is None
             assert text_of(shared.records) == text_of(alone), "two ranks found something else"
             if kind not in OWN_TEXTS:
@@ -415,7 +415,7 @@ def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer():
 def test_a_model_in_half_precision_is_measured_in_float32(folder):
     """Lens, Interventions and benchmarks run in the model's own precision: their own files say what that gives."""
     own = ("Lens", "Interventions", "MtebTask", "NextTokenProbe")
-    given = [each for each in every_analysis.of_text(folder) if type(each).__name__ not in own]
+    given = [each for each in every_analysis.text_analyses(folder) if type(each).__name__ not in own]
     half = tiny("gpt2", torch.bfloat16, vocab_size=every_analysis.VOCABULARY)
     of_half, of_single = (list(outcomes(each, given)) for each in (half, copy.deepcopy(half).float()))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}

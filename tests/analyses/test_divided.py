@@ -11,7 +11,7 @@ from lit_layers.measuring.one_model import outcomes
 from lit_layers.records import Record
 from tests.support.every_analysis import prompts
 from tests.support.listed_batches import Listed
-from tests.support.shares import found_by_ranks
+from tests.support.thread_ranks import outcomes_on_ranks
 from tests.support.tiny_models import tiny
 
 
@@ -24,7 +24,7 @@ def test_several_analyses_of_three_ranks_have_the_numbers_of_one_process(model):
     """Each analysis on two ranks is a part of test_contract."""
     analyses = [Trajectory(batches=prompts()), Coupling(batches=prompts(), k=(2, 5), num_prompts=5)]
     alone = list(outcomes(model, analyses, weights_hash="x"))
-    found, _ = found_by_ranks(model, analyses, 3)
+    found, _ = outcomes_on_ranks(model, analyses, 3)
     for whole, shared in zip(alone, found, strict=True):
         assert [whole.error, shared.error] == [None, None]
         # NaN is not equal to itself, its text is
@@ -70,7 +70,7 @@ class Odd(Analysis):
     ],
 )
 def test_what_fails_on_one_rank_is_the_error_of_the_analysis_and_no_other(model, fails, error):
-    found, _ = found_by_ranks(model, [Odd(batches=prompts(), fails=fails), Trajectory(batches=prompts())], 2)
+    found, _ = outcomes_on_ranks(model, [Odd(batches=prompts(), fails=fails), Trajectory(batches=prompts())], 2)
     assert error in found[0].error
     assert found[0].records == []
     assert (found[1].error, len(found[1].records) > 5) == (None, True)
@@ -90,10 +90,10 @@ def test_data_that_breaks_off_on_one_rank_is_the_error_of_all_who_read_it(model)
     broken = Broken(*prompts())
     broken.fails = [True, *[False] * 5]  # each rank looks once for each analysis before
     others = Listed(next(iter(prompts())))
-    found, _ = found_by_ranks(model, [Trajectory(batches=broken), Lens(batches=broken), Coupling(batches=others)], 2)
+    found, _ = outcomes_on_ranks(model, [Trajectory(batches=broken), Lens(batches=broken), Coupling(batches=others)], 2)
     assert [each.error for each in found] == ["OSError: the disk is gone"] * 2 + [None]
 
 
 def test_data_without_prompts_is_an_error(model):
-    found, _ = found_by_ranks(model, [Trajectory(batches=Listed())], 2)
+    found, _ = outcomes_on_ranks(model, [Trajectory(batches=Listed())], 2)
     assert found[0].error == "InputError: trajectory: the data holds no prompts"

@@ -17,7 +17,7 @@ from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import BATCHES, prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.rounding import close_records
+from tests.support.rounding import check_records
 from tests.support.tiny_configs import scale_up_, tiny_config
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
@@ -96,7 +96,7 @@ def test_the_size_of_the_chunks_changes_nothing(model, kind, monkeypatch):
     monkeypatch.setattr(readout_scores, "MAX_LOGITS", 3 * VOCAB)
     sizes, readout = [], LayeredModel.readout
     monkeypatch.setattr(LayeredModel, "readout", lambda self, h: sizes.append(h.shape[:-1].numel()) or readout(self, h))
-    close_records(records_of(analysis, model), expected, torch.float64)
+    check_records(records_of(analysis, model), expected, torch.float64)
     assert max(sizes) == 3
 
 

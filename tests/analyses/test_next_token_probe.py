@@ -28,7 +28,7 @@ from lit_layers.tasks.text_features import permuted
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.rounding import close_records
+from tests.support.rounding import check_records
 from tests.support.tiny_models import LAYERS, VOCAB, tiny
 
 CONTEXT = 4
@@ -318,7 +318,7 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
     model = tiny("gpt2", torch.bfloat16)
     given = analysis(*split, tolerance=1e-6)
     expected = records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float()))
-    close_records(records_of(given, model), expected)  # its float32 copy lies elsewhere in memory
+    check_records(records_of(given, model), expected)  # its float32 copy lies elsewhere in memory
     assert next(model.parameters()).dtype == torch.bfloat16
 
 

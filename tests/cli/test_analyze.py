@@ -21,7 +21,7 @@ from tests.cli.conftest import PACKAGE
 from tests.cli.test_fit import RECIPE as TRAINING
 from tests.cli.test_fit import TEXT
 from tests.support.measured_series import analyze as analyze_one
-from tests.support.rounding import assert_same_numbers, close_records
+from tests.support.rounding import assert_same_numbers, check_records
 from tests.support.saved_models import saved
 from tests.support.series_hub import served
 from tests.support.tiny_configs import tiny_model
@@ -204,7 +204,7 @@ def test_a_series_given_by_its_class_has_the_numbers_of_training(trained, traini
     assert [(m.step, m.tokens) for m in found] == [(2, 128)] * 2
     for measurement in found:
         training = written[measurement.step, measurement.analysis]
-        close_records(measurement.records, training.records)
+        check_records(measurement.records, training.records)
         assert measurement.provenance["config_hash"] == training.provenance["config_hash"]
 
 
@@ -271,7 +271,7 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     for model, measurement in zip(two_models, found, strict=True):
         own = EvalText(str(text), str(model), num_sequences=4, num_tokens=16)
         (single,) = analyze_one(model, [Trajectory(batches=own)], root=tmp_path / "alone" / model.name)
-        close_records(measurement.records, single.records)
+        check_records(measurement.records, single.records)
         assert measurement.provenance["data_hash"] == single.provenance["data_hash"]
     assert found[0].provenance["data_hash"] != found[1].provenance["data_hash"]
     assert main(words) == 0

@@ -24,7 +24,7 @@ from lit_layers.models.running_order import running_order
 from lit_layers.models.saved import load
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from lit_layers.training.glue import LitGlue
-from tests.support.benchmark_rows import pairs_of, tiny_speaker, write_tasks, write_tokenizer
+from tests.support.benchmark_rows import scored_pairs, tiny_causal_model, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2
 
@@ -37,7 +37,7 @@ ORDERS = {("skip", 3): [1], ("parallel", 3): [1, (2, 3, 4)], ("skip", 1): [1, 2,
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("intervene")
-    save(tiny_speaker(blocks=4, seed=3), root / "model")
+    save(tiny_causal_model(blocks=4, seed=3), root / "model")
     write_tokenizer(root / "model")
     saved_gpt2(root / "bare", tokenizer=False)
     for step in (0, 100):
@@ -88,7 +88,7 @@ def best_choices(home: Path, task: str, schedule: list) -> list[int]:
     found = []
     for row in pq.read_table(home / "data" / "benchmarks" / FILES[task]).to_pylist():
         values = []
-        for context, continuation in pairs_of(task, row):
+        for context, continuation in scored_pairs(task, row):
             whole, before = (tokenizer.encode(text).ids for text in (context + continuation, context))
             with torch.no_grad(), running_order(model, schedule):
                 logits = model(torch.tensor([whole])).logits[0].log_softmax(-1)

@@ -17,7 +17,7 @@ from lit_layers.models.build import save, untrained, weights_hash
 from lit_layers.models.saved import load
 from lit_layers.tasks.mteb_tasks import MtebScorer
 from tests.support.labelled_texts import saved_gpt2
-from tests.support.rounding import close_records
+from tests.support.rounding import check_records
 from tests.tasks.tiny_tasks import Passes, write_tiny_data
 
 TASKS = "STSBenchmark,TwitterURLCorpus,AskUbuntuDupQuestions"
@@ -91,7 +91,7 @@ def test_new_weights_are_scored_like_a_saved_model_with_these_weights(home, tmp_
     (found,), (expected,) = (records.read(tmp_path / root / "measurements.jsonl") for root in "ab")
     assert (found.run, found.step) == (f"{home / 'model'}@untrained-3", None)
     assert found.provenance["weights_hash"] == expected.provenance["weights_hash"] == weights_hash(fresh)
-    close_records(found.records, expected.records)
+    check_records(found.records, expected.records)
 
 
 @pytest.mark.soak

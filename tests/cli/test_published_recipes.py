@@ -21,7 +21,7 @@ from lit_layers.papers import read_recipe
 from lit_layers.tasks import mteb_scores
 from tests.cli.test_task_commands import write_grid
 from tests.support.paper_tables import ROOT, recipe_paths
-from tests.support.papers_world import once, wikitext_files, write_data, write_hub
+from tests.support.papers_world import cached, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
 pytestmark = pytest.mark.timeout(0)
@@ -51,7 +51,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Ite
             text += f"num_train: {LIMITS['num_train']}\n"
         path.write_text(re.sub("16-mixed", "32-true", text))
     world = shared_cache.with_name("papers")
-    hub, files = once(world / "hub", write_hub), wikitext_files(folder / "wikitext")
+    hub, files = cached(world / "hub", write_hub), wikitext_files(folder / "wikitext")
     load = datasets.load_dataset
 
     def wikitext(path: str, *config: str, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def workdir(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Ite
         patch.setattr(datasets, "load_dataset", wikitext)
         patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
         patch.setattr(mteb_scores, "NUM_METRIC_TEXTS", FEW_TEXTS)
-        patch.setenv("LIT_LAYERS_BENCHMARKS", str(once(world / "few", functools.partial(write_data, rows=FEW_ROWS))))
+        patch.setenv("LIT_LAYERS_BENCHMARKS", str(cached(world / "few", functools.partial(write_data, rows=FEW_ROWS))))
         patch.chdir(folder)
         write_grid(folder / "checkpoints" / "digits_grid", k=12)
         yield folder

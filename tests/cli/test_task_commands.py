@@ -34,7 +34,7 @@ from lit_layers.records import Measurement, Record, ScalarLog
 from tests.support import layer_scores
 from tests.support.documented_commands import ROOT, documented_commands
 from tests.support.labelled_texts import labelled, saved_gpt2, write_csv
-from tests.support.papers_world import once, wikitext_files, write_data, write_hub
+from tests.support.papers_world import cached, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 from tests.support.undrawn import leave_undrawn
 
@@ -104,7 +104,7 @@ def models_folder(world: Path, shared_cache: Path) -> Path:
     write_csv(world / "models" / "reviews" / "train.csv", stars, ("text", "stars"))
     tickets = [{"subject": text[:12], "body": text, "queue": mood} for text, mood in rows]
     (world / "models" / "tickets.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in tickets))
-    (world / "models" / "data").symlink_to(once(shared_cache.with_name("papers") / "data", write_data))
+    (world / "models" / "data").symlink_to(cached(shared_cache.with_name("papers") / "data", write_data))
     recipe = (ROOT / "recipes" / "finetune" / "arc.yaml").read_text()
     for name, less in (("limit: null", "limit: 8"), ("num_tokens: 128", "num_tokens: 16")):
         assert name in recipe

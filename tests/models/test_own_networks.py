@@ -21,7 +21,7 @@ from lit_layers.models.copies import truncate
 from lit_layers.models.view import LayeredModel
 from tests.support.every_analysis import VOCABULARY, prompts
 from tests.support.measured import records_of
-from tests.support.rounding import close_records
+from tests.support.rounding import check_records
 from tests.support.tiny_models import tiny
 
 WIDTH, WORDS, PLACES = 32, 40, 16
@@ -102,7 +102,7 @@ def test_a_handwritten_gpt2_has_the_numbers_of_the_one_in_transformers():
     ):
         theirs, mine = (records_of(analysis, each) for each in (model, own))
         assert mine
-        close_records(mine, theirs, torch.float64)
+        check_records(mine, theirs, torch.float64)
 
 
 def test_a_list_of_parts_inside_each_block_is_not_the_list_of_blocks():

@@ -10,7 +10,7 @@ from lit_layers.cli.main import main
 from lit_layers.errors import InputError
 from lit_layers.models.build import weights_hash
 from lit_layers.series import LightningCheckpoints, audit
-from tests.support.measured_series import of_texts
+from tests.support.measured_series import new_recipe
 from tests.support.saved_models import saved, saved_vit
 
 STEPS = (20, 40, 60)
@@ -134,7 +134,7 @@ def test_two_networks_of_one_project_are_never_one_curve(tmp_path, capsys):
     model = saved(tmp_path / "step-000000000", "gpt2", shard="1GB")
     files, _ = write_project(tmp_path, model, "student.{}", "teacher.{}", other=0.5)
     (files / "config.json").write_bytes((tmp_path / "step-000000000" / "config.json").read_bytes())
-    command = ["analyze", str(files), "--config", str(of_texts(tmp_path)), "--root", str(tmp_path / "numbers")]
+    command = ["analyze", str(files), "--config", str(new_recipe(tmp_path)), "--root", str(tmp_path / "numbers")]
 
     def run_command(*options: str) -> str:  # a folder of .ckpt files is a series, with or without --steps
         code = main([*command, *options])

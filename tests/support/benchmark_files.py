@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 
 COLUMNS = {
     "arc_challenge_test": "question",
@@ -20,7 +20,7 @@ NAMES = ("arc", "gsm8k", "hellaswag", "mmlu", "truthfulqa", "winogrande")
 
 def write_benchmarks(folder: Path, rows: int = 8) -> Path:
     """Row n of every benchmark says which it is; later rows are longer."""
-    with_mapping(folder)
+    write_mapping(folder)
     (folder / "benchmarks").mkdir(exist_ok=True)
     for name, (file, column) in zip(NAMES, COLUMNS.items(), strict=True):
         texts = [f"{name} asks for number {row}" + " and one more" * row for row in range(rows)]

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.tiny_models import tiny
 
 TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
@@ -57,22 +57,22 @@ _SOLVED = [(_ASKED.format(n, n // 2), _ANSWERED.format(n, n // 2, n - n // 2)) f
 def write_tasks(folder: Path) -> Path:
     """The files of the five tasks in `folder`, of the name benchmarks, and a mapping beside it."""
     assert folder.name == "benchmarks", "where the mapping says"
-    with_mapping(folder.parent)
+    write_mapping(folder.parent)
     folder.mkdir(exist_ok=True)
-    _parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
-    arc = [(*row[:2], _index(row[2])) for row in _ARC]
-    _parquet(folder / "arc_challenge_test.parquet", _named(("question", "choices", "label"), arc))
+    _write_parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
+    arc = [(*row[:2], _choice_index(row[2])) for row in _ARC]
+    _write_parquet(folder / "arc_challenge_test.parquet", _as_dicts(("question", "choices", "label"), arc))
     cleaned = [(*row, of[4]) for row, of in zip(_CLEANED, _HELLASWAG, strict=True)]
-    _parquet(folder / "hellaswag_validation.parquet", _named(("query", "choices", "label"), cleaned))
+    _write_parquet(folder / "hellaswag_validation.parquet", _as_dicts(("query", "choices", "label"), cleaned))
     winogrande = [{"sentence": row[0], "choices": [*row[1:3]], "label": int(row[3]) - 1} for row in _WINOGRANDE]
-    _parquet(folder / "winogrande_validation.parquet", winogrande)
+    _write_parquet(folder / "winogrande_validation.parquet", winogrande)
     solved = _official("gsm8k")
-    _parquet(folder / "gsm8k_test.parquet", solved[:4])
-    _parquet(folder / "gsm8k_train_sample.parquet", solved[4:])
+    _write_parquet(folder / "gsm8k_test.parquet", solved[:4])
+    _write_parquet(folder / "gsm8k_train_sample.parquet", solved[4:])
     return folder
 
 
-def pairs_of(task: str, row: dict) -> list[tuple[str, str]]:
+def scored_pairs(task: str, row: dict) -> list[tuple[str, str]]:
     """The contexts and continuations that a row is scored by, written from lm-eval's task files by hand."""
     if task == "arc_challenge":
         return [(f"Question: {row['question']}\nAnswer:", f" {choice}") for choice in row["choices"]]
@@ -88,8 +88,8 @@ def lm_eval_file(task: str, folder: Path) -> str:
     own, split = _FILES[task]
     rows = _official(task)
     scored, others = folder / f"{task}_{split}.parquet", folder / f"{task}_train.parquet"
-    _parquet(scored, rows[:4] if task == "gsm8k" else rows)
-    _parquet(others, rows[4:] if task == "gsm8k" else rows)
+    _write_parquet(scored, rows[:4] if task == "gsm8k" else rows)
+    _write_parquet(others, rows[4:] if task == "gsm8k" else rows)
     files = {split: str(scored), "train": str(others)}
     content = {
         "include": str(Path(lm_eval.__file__).parent / "tasks" / own),
@@ -110,7 +110,7 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def tiny_speaker(name: str = "gpt2", *, blocks: int = 5, positions: int = 600, **options) -> torch.nn.Module:
+def tiny_causal_model(name: str = "gpt2", *, blocks: int = 5, positions: int = 600, **options) -> torch.nn.Module:
     """A random causal model of 400 tokens, whose end of text is that of `write_tokenizer`."""
     depth, length = ("n_layer", "n_positions") if name == "gpt2" else ("num_hidden_layers", "max_position_embeddings")
     options = {"vocab_size": 400, depth: blocks, length: positions, "bos_token_id": 0, "eos_token_id": 0, **options}
@@ -123,22 +123,22 @@ def _official(task: str) -> list[dict]:
     if task == "arc_challenge":
         labels = [list("12345" if row[2].isdigit() else "ABCDE")[: len(row[1])] for row in _ARC]
         rows = [(row[0], {"text": row[1], "label": each}, row[2]) for row, each in zip(_ARC, labels, strict=True)]
-        return _named(("question", "choices", "answerKey"), rows)
+        return _as_dicts(("question", "choices", "answerKey"), rows)
     if task == "hellaswag":
         rows = [(*row[:4], str(row[4])) for row in _HELLASWAG]
-        return _named(("activity_label", "ctx_a", "ctx_b", "endings", "label"), rows)
+        return _as_dicts(("activity_label", "ctx_a", "ctx_b", "endings", "label"), rows)
     if task == "winogrande":
-        return _named(("sentence", "option1", "option2", "answer"), _WINOGRANDE)
+        return _as_dicts(("sentence", "option1", "option2", "answer"), _WINOGRANDE)
     return [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
 
 
-def _named(names: tuple[str, ...], rows: list[tuple]) -> list[dict]:
+def _as_dicts(names: tuple[str, ...], rows: list[tuple]) -> list[dict]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def _index(key: str) -> int:
+def _choice_index(key: str) -> int:
     return int(key) - 1 if key.isdigit() else "ABCDE".index(key)
 
 
-def _parquet(path: Path, rows: list[dict]) -> None:
+def _write_parquet(path: Path, rows: list[dict]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)

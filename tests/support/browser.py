@@ -46,14 +46,14 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
     before, _, after = text.replace(closed, f"{closed} connect-src 'self';").rpartition(end)
     text = before + _SCRIPT.replace("%s", script) + after
     for attempt in range(3):
-        what, answer = _answer(text.encode(), profile.with_name(f"{profile.name}{attempt}"), timeout)
+        what, answer = _run_browser(text.encode(), profile.with_name(f"{profile.name}{attempt}"), timeout)
         if what != "hung":
             break
     assert what == "/done", answer
     return answer
 
 
-def _answer(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
+def _run_browser(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
     """How a browser ends with the page, and what the page says then."""
     answers: queue.Queue[tuple[str, str]] = queue.Queue()
     server = _server(page, answers)
@@ -64,7 +64,7 @@ def _answer(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
         # a session of its own: its children end with it
         browser = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        what, answer = _first(answers, browser, timeout)
+        what, answer = _first_reply(answers, browser, timeout)
     finally:
         with contextlib.suppress(ProcessLookupError):  # all gone already
             os.killpg(browser.pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def _answer(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
     return what, answer if what == "/done" else f"{answer}; the browser: {journal.read_text(errors='replace')[-2000:]}"
 
 
-def _first(answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float) -> tuple[str, str]:
+def _first_reply(answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float) -> tuple[str, str]:
     """The page's answer, its signs of life left out."""
     begin = heard = time.monotonic()
     alive = "nothing"

@@ -29,7 +29,7 @@ def drawn(chart: Chart, name: str, frame: int | None = None) -> dict[Any, Any]:
     for series in (one for one in chart.series if one.name == name):
         for n, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
             if frame is None or not series.frame or series.frame[n] == frame:
-                found[place(chart, x)] = y
+                found[axis_position(chart, x)] = y
     return found
 
 
@@ -37,7 +37,7 @@ def values(chart: Chart, name: str, frame: int | None = None) -> list[Any]:
     return list(drawn(chart, name, frame).values())
 
 
-def place(chart: Chart, x: Any) -> Any:
+def axis_position(chart: Chart, x: Any) -> Any:
     if chart.training is None:
         return x
     return chart.training.places[chart.training.steps.index(x)]
@@ -120,7 +120,7 @@ def blocks(page: Path) -> dict[str, tuple[list[str], list[list[PageFigure]]]]:
     for part in re.findall(r"<article.*?</article>", text, re.S):
         title = html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", part, re.S)[0]).strip()
         places = re.findall(r'data-figures="([\d ]+)"', part)
-        figures_of = [[drawn[int(number)] for number in place.split()] for place in places]
+        figures_of = [[drawn[int(index)] for index in indices.split()] for indices in places]
         found.setdefault(title, (re.findall(r"<option[^>]*>(.*?)</option>", part), figures_of))
     return found
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[2] / "lit_layers"
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-_WITH_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Size(NamedTuple):
@@ -29,7 +29,7 @@ def code(source: str) -> dict[int, str]:
         if token.type not in _NO_CODE:
             numbers.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, _WITH_DOCSTRINGS) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, _HAVE_DOCSTRINGS) and ast.get_docstring(node, clean=False) is not None:
             numbers.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = source.splitlines()
     return {number: lines[number - 1].strip() for number in sorted(numbers)}

@@ -10,22 +10,22 @@ from lit_layers.tasks.task_files import TaskFiles
 MAPPING = Path(__file__).parent / "data_tasks.yaml"
 
 
-def with_mapping(folder: Path) -> Path:
+def write_mapping(folder: Path) -> Path:
     """The folder, now with a `tasks.yaml`."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(MAPPING, folder / "tasks.yaml")
     return folder
 
 
-def linked(data: Path, folder: Path) -> Path:
+def link_data(data: Path, folder: Path) -> Path:
     """A folder that holds all that a read-only one does, and a `tasks.yaml`."""
     for path in data.iterdir():
         if path.name != "tasks.yaml":
             (folder / path.name).symlink_to(path)
-    return with_mapping(folder)
+    return write_mapping(folder)
 
 
-def copies(use: str) -> dict[str, TaskFiles]:
+def mapped_files(use: str) -> dict[str, TaskFiles]:
     """What the mapping says of a use, by task."""
     entries = yaml.safe_load(MAPPING.read_text())[use]
     return {

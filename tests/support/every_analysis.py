@@ -16,7 +16,7 @@ from lit_layers.functional.entropy import effective_rank
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.probe_task import ProbeTask
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import IMAGE
@@ -30,7 +30,7 @@ _WORDS = {
 _BASES = (Analysis, Jobs, Rows, Values)
 
 
-def kinds() -> set[type[Analysis]]:
+def analysis_classes() -> set[type[Analysis]]:
     """The classes of the package's analyses."""
     public = (getattr(lit_layers.analyses, name) for name in lit_layers.analyses.__all__)
     return {kind for kind in public if kind not in _BASES} | {MtebTask}
@@ -71,12 +71,12 @@ def save_inputs(folder: Path) -> Path:
     draw = np.random.default_rng(0)
     songs = [text for text, _ in labelled(20)]
     stsb = {"sentence1": songs, "sentence2": songs[::-1], "score": draw.integers(0, 5, len(songs)).astype(float)}
-    (with_mapping(folder / "mteb") / "glue").mkdir()
+    (write_mapping(folder / "mteb") / "glue").mkdir()
     pd.DataFrame(stsb).to_parquet(folder / "mteb" / "glue" / "stsb_test.parquet")
     return folder
 
 
-def of_prompts(batches: Any) -> list[Analysis]:
+def prompt_analyses(batches: Any) -> list[Analysis]:
     """The analyses of prompts, text or images alike."""
     return [
         lit_layers.analyses.Trajectory(batches=batches),
@@ -99,14 +99,14 @@ def of_prompts(batches: Any) -> list[Analysis]:
     ]
 
 
-def of_images() -> list[Analysis]:
+def image_analyses() -> list[Analysis]:
     """The analyses that a model of images takes."""
     rows = {"train": pictures(24), "test": pictures()}
     probe = lit_layers.analyses.LabelProbe(**rows, tolerance=1e-6)
-    return [*of_prompts(pictures()), probe, lit_layers.analyses.AttentiveProbe(**rows, steps=2)]
+    return [*prompt_analyses(pictures()), probe, lit_layers.analyses.AttentiveProbe(**rows, steps=2)]
 
 
-def of_text(folder: Path) -> list[Analysis]:
+def text_analyses(folder: Path) -> list[Analysis]:
     """The analyses that a causal language model takes; `folder` is that of `save_inputs`."""
     batches, tokenizer = prompts(), str(folder / "tokenizer")
     task = ProbeTask("moods", str(folder / "moods"))
@@ -115,7 +115,7 @@ def of_text(folder: Path) -> list[Analysis]:
     texts, views = GivenTexts([text for text, _ in labelled(8)]), {"num_views": 3, "max_tokens": 30, "permutations": 2}
     (spec,) = resolve(["STSBenchmark"], folder / "mteb")
     return [
-        *of_prompts(batches),
+        *prompt_analyses(batches),
         lit_layers.analyses.Induction(num_prompts=3, num_tokens=4, repeats=2),
         lit_layers.analyses.NgramAgreement(batches=batches, corpus=batches, num_tokens=3),
         lit_layers.analyses.InContext(batches=batches, early=2, late=5),

@@ -47,7 +47,7 @@ def run_ranks(
     only: int | None = None,
 ) -> list[int]:
     """The same for processes that find each other as those of torchrun do; the signal is for all, or `only` for one."""
-    with meeting_place() as place:
+    with rendezvous() as place:
         everyone = {
             **place,
             "WORLD_SIZE": str(num_ranks),
@@ -60,7 +60,7 @@ def run_ranks(
 
 
 @contextlib.contextmanager
-def meeting_place() -> Iterator[dict[str, str]]:
+def rendezvous() -> Iterator[dict[str, str]]:
     """Where ranks find each other, by name of the variable: a port that Linux gives to nobody else meanwhile.
 
     It is bound here, and not listened to, so that the first rank may bind it, as torch does, with SO_REUSEADDR.
@@ -89,10 +89,10 @@ def run_command(
             os.chdir(folder)
         return main(words)
 
-    return _heard(command, words, environment, when, signal_number)
+    return _run_captured(command, words, environment, when, signal_number)
 
 
-def _heard(
+def _run_captured(
     function: Callable[[], int],
     words: list[str],
     environment: Mapping[str, str] | None = None,
@@ -159,7 +159,7 @@ def _wait(
                 done, status = os.waitpid(child.pid, os.WNOHANG)
                 if done:
                     codes[child.pid] = os.waitstatus_to_exitcode(status)
-                    _import(child.imported)
+                    _import_modules(child.imported)
         if not sent and (time.monotonic() > deadline or when()):
             for child in children if only is None else [children[only]]:
                 if child.pid not in codes:
@@ -169,7 +169,7 @@ def _wait(
     return [codes[child.pid] for child in children]
 
 
-def _import(file: IO[bytes]) -> None:
+def _import_modules(file: IO[bytes]) -> None:
     """Imports what a child had to; what cannot be imported by its name alone is left to each child."""
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore")

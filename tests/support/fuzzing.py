@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.forked import _heard
+from tests.support.forked import _run_captured
 
 CPU_SECONDS, WALL_SECONDS = 60, 500  # of a case: a hang shows in either; a loaded machine is no hang
 MEMORY, FILE = 6 * 2**30, 2**28  # bytes of data, and of one file
@@ -60,7 +60,7 @@ def run_limited(argv: list[str], folder: Path) -> Outcome:
             return end.code if isinstance(end.code, int) else 1
 
     deadline = time.monotonic() + WALL_SECONDS
-    ended = _heard(limited, argv, when=lambda: time.monotonic() > deadline, signal_number=signal.SIGKILL)
+    ended = _run_captured(limited, argv, when=lambda: time.monotonic() > deadline, signal_number=signal.SIGKILL)
     return Outcome(ended.returncode, ended.stdout + ended.stderr)
 
 

@@ -45,7 +45,7 @@ def tables() -> dict[str, Any]:
         sys.path.append(studies)
     study: Any = importlib.import_module("four_papers")
     run = records.frame(study.unpack(study.DATA, study.SAMPLE)[study.SAMPLE])
-    return {"run": run, "points": _points(run), "models": pd.read_parquet(RELEASED), **_made_up()}
+    return {"run": run, "points": _points(run), "models": pd.read_parquet(RELEASED), **_synthetic_data()}
 
 
 def _points(run: Any) -> plots.Scatter:
@@ -62,7 +62,7 @@ def _points(run: Any) -> plots.Scatter:
     )
 
 
-def _made_up() -> dict[str, Any]:
+def _synthetic_data() -> dict[str, Any]:
     """Numbers that nobody measured: of probes, and of models whose blocks run otherwise."""
     orders = ("1 2 3 4 5 6 6 7 8 9 10 11 12", "1 2 3 4 5 9 10 11 12")
     with tempfile.TemporaryDirectory() as folder:

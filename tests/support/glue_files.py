@@ -6,13 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, processors
 
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.labelled_texts import labelled, saved_bert
 
 
 def write_glue(folder: Path) -> Path:
     """`glue/TASK_SPLIT.parquet` of cola and mrpc: 24 rows to train on, 10 to judge by."""
-    with_mapping(folder)
+    write_mapping(folder)
     (folder / "glue").mkdir()
     for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
         texts, moods = zip(*labelled(count, first), strict=True)

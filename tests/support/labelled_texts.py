@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.models.build import causal_lm, save
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 
 MOODS = ("merry", "sad", "calm")
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 300}
@@ -38,7 +38,7 @@ def write_banking77(folder: Path, train: list[tuple[str, str]], test: list[tuple
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with_mapping(folder)
+    write_mapping(folder)
     (folder / "banking77").mkdir()
     for split, rows in (("train", train), ("test", test)):
         texts, labels = zip(*rows, strict=True)

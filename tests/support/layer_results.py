@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lit_layers import records
 from lit_layers.records import Measurement, Record
-from tests.support.written import made
+from tests.support.written import measured
 
 LAYERS = 4
 SIZES = (25, 50, 100)
@@ -19,8 +19,8 @@ RHO = 0.8
 def layer_results(analysis: str, *, step: int | None, run: str = "r", layers: int = LAYERS) -> Measurement:
     """What one analysis finds at a step, better by a thousandth for each."""
     tokens = None if step is None else 100 * step
-    found = MADE[analysis]((step or 0) / 1000, range(layers + 1))
-    return made(analysis, found, run=run, step=step, tokens=tokens, seconds=1.0)
+    found = RECORDS[analysis]((step or 0) / 1000, range(layers + 1))
+    return measured(analysis, found, run=run, step=step, tokens=tokens, seconds=1.0)
 
 
 def write_layer_results(
@@ -96,11 +96,11 @@ def _residual(shift: float, layers: range) -> Iterator[Record]:
         yield record(metric, value, num_texts=20)
 
 
-MADE = {
+RECORDS = {
     "probe/topics": _probe,
     "probe/stars": _regression,
     "sample_sizes/topics": _sizes,
     "concept_alignment": _concepts,
     "prediction_residual": _residual,
 }
-ANALYSES = tuple(MADE)
+ANALYSES = tuple(RECORDS)

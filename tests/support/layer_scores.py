@@ -49,14 +49,14 @@ def add(
     for row, task in enumerate(tasks):
         if scores is not None:
             own = {"task": task, "domain": DOMAINS[task], "score": f"of_{task}", "pooling": "mean", "states": states}
-            write(root, f"mteb/{task}", _per_layer("main_score", scores[row], own), **where)
+            write(root, f"mteb/{task}", _layer_records("main_score", scores[row], own), **where)
         if metric is not None:
             own = dict(tags or {}) | ({} if metric_states is None else {"states": metric_states})
-            write(root, f"{analysis}/{task}", _per_layer(name, metric[row], own), **where)
+            write(root, f"{analysis}/{task}", _layer_records(name, metric[row], own), **where)
     return root
 
 
-def _per_layer(name: str, values: np.ndarray, tags: Mapping[str, str | int | float]) -> list[Record]:
+def _layer_records(name: str, values: np.ndarray, tags: Mapping[str, str | int | float]) -> list[Record]:
     return [
         Record(metric=name, value=float(value), layer=layer, tags=dict(tags))
         for layer, value in enumerate(values)

@@ -36,7 +36,7 @@ def sorted_lines(root: Path) -> list[Measurement]:
     return sorted(found, key=lambda each: (each.step or 0, each.analysis))
 
 
-def of_texts(folder: Path) -> Path:
+def new_recipe(folder: Path) -> Path:
     """A recipe with one quick analysis, of texts in the tokens of models with a vocabulary of 300."""
     save_tokenizer(train_bpe(["one text", "and one more"], 258), folder / "tokenizer")
     texts = {"corpus": write_texts(folder / "texts"), "tokenizer": str(folder / "tokenizer")}

@@ -30,7 +30,7 @@ BETTER = {None: "", "higher": "↑", "lower": "↓"}
 _MARKED = re.compile(r"(?<=<!-- metrics: )(?P<groups>[\w ]+) -->\n.*?(?=<!-- end of metrics -->)", re.S)
 
 
-def with_tables(text: str) -> str:
+def fill_tables(text: str) -> str:
     """A page with the tables that its marks ask for."""
     return _MARKED.sub(lambda mark: f"{mark['groups']} -->\n\n{_content(mark['groups'].split())}\n\n", text)
 
@@ -75,4 +75,4 @@ def _cells(row: Metric) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     for page in DOCS.glob("*.md"):
-        page.write_text(with_tables(page.read_text()))
+        page.write_text(fill_tables(page.read_text()))

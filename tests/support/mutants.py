@@ -68,7 +68,7 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _swapped(node: ast.expr, text: str) -> str | None:
+def _mutated(node: ast.expr, text: str) -> str | None:
     """Return the changed text of an expression, or None if no change is known for it."""
 
     def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> str | None:
@@ -125,14 +125,14 @@ def faults_of(path: Path) -> list[Fault]:
         if not line.isascii():
             continue
         text = line[node.col_offset : node.end_col_offset]
-        new = _swapped(node, text)
+        new = _mutated(node, text)
         if new is not None and new != text:
             changed = line[: node.col_offset] + new + line[node.end_col_offset :]
             found.append(Fault(str(path.relative_to(REPO / "lit_layers")), node.lineno, line.strip(), changed.strip()))
     return sorted(set(found))
 
 
-def _place(fault: Fault) -> bytes:
+def _draw_order(fault: Fault) -> bytes:
     """Return where the seed puts a fault: the same whatever other lines the package has."""
     return hashlib.sha256(f"{SEED} {fault.file} {fault.old} {fault.new}".encode()).digest()
 
@@ -145,9 +145,9 @@ def drawn() -> list[Fault]:
         of_rooms[own if own in DRAWN else ""] += faults_of(path)
     chosen: list[Fault] = []
     for room, faults in of_rooms.items():
-        ordered = sorted(faults, key=_place)
+        ordered = sorted(faults, key=_draw_order)
         by_line = {(fault.file, fault.line): fault for fault in reversed(ordered)}
-        chosen += sorted(by_line.values(), key=_place)[: DRAWN[room]]
+        chosen += sorted(by_line.values(), key=_draw_order)[: DRAWN[room]]
     return chosen
 
 

@@ -55,7 +55,7 @@ def plain(notebook: Any) -> Any:
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
         if cell.cell_type == "code":
-            cell.outputs = [*_together(cell.outputs)]
+            cell.outputs = [*_merged_outputs(cell.outputs)]
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             for kind in [kind for kind in data if _VEGA.fullmatch(kind)]:
@@ -65,7 +65,7 @@ def plain(notebook: Any) -> Any:
     return notebook
 
 
-def _together(outputs: list[Any]) -> Iterator[Any]:
+def _merged_outputs(outputs: list[Any]) -> Iterator[Any]:
     """The outputs, all that was printed as one of them; not what libraries say of themselves on stderr."""
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
     if printed := _COLORS.sub("", _PLACES.sub(lambda found: Path(found[0]).name, printed)).strip():

@@ -20,14 +20,14 @@ _MARKED = re.compile(r"(?<=<!-- papers: )(?P<paper>\w+) -->\n.*?(?=<!-- end of p
 def recipe_paths(paper: str = "*") -> list[Path]:
     """All recipes, by paper and then as a reader counts: figure 2 before figure 10."""
     paths = (ROOT / "recipes" / "papers").glob(f"{paper}/*.yaml")
-    return sorted(paths, key=lambda path: (path.parent.name, [_part(part) for part in re.split(r"(\d+)", path.stem)]))
+    return sorted(paths, key=lambda path: (path.parent.name, [_key(part) for part in re.split(r"(\d+)", path.stem)]))
 
 
-def _part(text: str) -> tuple[int, str]:
+def _key(text: str) -> tuple[int, str]:
     return (int(text), "") if text.isdigit() else (-1, text)
 
 
-def with_tables(text: str) -> str:
+def fill_tables(text: str) -> str:
     """The page with the tables that its marks ask for."""
     return _MARKED.sub(lambda mark: f"{mark['paper']} -->\n\n{_table(mark['paper'])}\n\n", text)
 
@@ -45,4 +45,4 @@ def _cells(path: Path, recipe: PaperRecipe) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    PAGE.write_text(fill_tables(PAGE.read_text()))

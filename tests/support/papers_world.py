@@ -12,7 +12,7 @@ import yaml
 from filelock import FileLock
 
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.saved_models import saved
 from tests.support.series_hub import make_series
 
@@ -44,7 +44,7 @@ def words(chance: random.Random, least: int = 10, most: int = 18) -> str:
     return " ".join([*chance.choices(WORDS, k=chance.randint(least, most)), str(chance.randrange(10**6))])
 
 
-def once(folder: Path, write: Callable[[Path], object]) -> Path:
+def cached(folder: Path, write: Callable[[Path], object]) -> Path:
     """A folder that the first process of the tests to ask for it writes; the others read it, and none changes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
@@ -98,7 +98,7 @@ MOODS = ("negative", "neutral", "positive")
 HUMANITIES = ("philosophy", "prehistory", "world_religions", "college_physics")
 
 
-def with_arc_to_train_on(root: Path) -> None:
+def add_arc_training_rows(root: Path) -> None:
     """Adds ARC's training rows to the `tasks.yaml` of a folder."""
     content = yaml.safe_load((root / "tasks.yaml").read_text())
     files = {split: f"benchmarks/arc_challenge_{split}.parquet" for split in ("train", "test")}
@@ -109,8 +109,8 @@ def with_arc_to_train_on(root: Path) -> None:
 
 def write_data(root: Path, *, rows: int = 10_100) -> Path:
     """A folder of local data with a `tasks.yaml`, each file with so many rows."""
-    with_mapping(root)
-    with_arc_to_train_on(root)
+    write_mapping(root)
+    add_arc_training_rows(root)
     for folder, names in FILES.items():
         (root / folder).mkdir(exist_ok=True)
         for name in names:

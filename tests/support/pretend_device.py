@@ -63,7 +63,7 @@ _WAITING = (
     *(aten.linalg_eig.default, aten._linalg_eigh.default, aten._linalg_svd.default),
 )
 # Take a 0-dimensional CPU tensor as a number, beside all pointwise operations.
-_WITH_NUMBERS = ("where", "masked_fill", "fill_", "lift_fresh", "searchsorted", "addmm")
+_ACCEPT_NUMBERS = ("where", "masked_fill", "fill_", "lift_fresh", "searchsorted", "addmm")
 
 
 def reset() -> None:
@@ -99,10 +99,10 @@ class DeviceTensor(torch.Tensor):
         if name in ("data_ptr", "storage", "untyped_storage", "_typed_storage"):
             return getattr(args[0].held, name)()
         if name == "tolist":
-            waits[_line("tolist")] += 1
+            waits[_call_site("tolist")] += 1
             return args[0].held.tolist()
         if name in ("numpy", "__array__"):
-            violations[_line("numpy() of a tensor on the device")] += 1
+            violations[_call_site("numpy() of a tensor on the device")] += 1
             raise TypeError("can't convert pretend:0 device type tensor to numpy: copy it to host memory first")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -113,7 +113,7 @@ class DeviceTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not any(name.endswith("torch/serialization.py") for name, _ in _stack()):  # torch.save knows devices
-            violations[_line("pickled a tensor on the device")] += 1
+            violations[_call_site("pickled a tensor on the device")] += 1
         return DeviceTensor, (self.held,)
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -148,7 +148,7 @@ def _stack() -> list[tuple[str, int]]:
     return files
 
 
-def _line(what: str) -> str:
+def _call_site(what: str) -> str:
     """Names the innermost line of the package, else of another installed one that is not torch."""
     files = _stack()
     for root in (PACKAGE, "/site-packages/"):
@@ -198,28 +198,28 @@ def _check_devices(func: Any, args: Any, leaves: list[Any], on_device: list[Devi
         if not isinstance(args[0], DeviceTensor):
             wrong = "a CPU tensor indexed by one on the device"
         elif any(isinstance(index, torch.Tensor) and not isinstance(index, DeviceTensor) for index in args[1]):
-            waits[_line("index on the CPU")] += 1
+            waits[_call_site("index on the CPU")] += 1
         if isinstance(values, torch.Tensor) and not isinstance(values, DeviceTensor) and values.ndim:
             wrong = "values on the CPU put into one on the device"
     elif large := [tensor for tensor in on_cpu if tensor.ndim]:
         wrong = f"a CPU tensor of shape {tuple(large[0].shape)} meets one on the device"
-    elif not _takes_numbers(func):
+    elif not _accepts_numbers(func):
         wrong = "a 0-dimensional CPU tensor in an operation that is not pointwise"
     if wrong:
-        violations[_line(f"{func}: {wrong}")] += 1
+        violations[_call_site(f"{func}: {wrong}")] += 1
         raise RuntimeError(f"expected all tensors to be on the same device: {func}: {wrong}")
 
 
-def _takes_numbers(func: Any) -> bool:
+def _accepts_numbers(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
-    return torch.Tag.pointwise in func.tags or name.startswith((*_WITH_NUMBERS, "_foreach", "_fused"))
+    return torch.Tag.pointwise in func.tags or name.startswith((*_ACCEPT_NUMBERS, "_foreach", "_fused"))
 
 
 def _check_generators(func: Any, leaves: list[Any], works_on_device: bool) -> None:
     expected = "pretend" if works_on_device else "cpu"
     for leaf in leaves:
         if isinstance(leaf, torch.Generator) and leaf.device.type != expected:
-            violations[_line(f"{func}: a generator of {leaf.device}")] += 1
+            violations[_call_site(f"{func}: a generator of {leaf.device}")] += 1
             raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{leaf.device.type}'")
 
 
@@ -228,14 +228,14 @@ def _count_waits(func: Any, args: Any, kwargs: dict[str, Any], has_device: bool)
     if not has_device:
         pinned = kwargs.get("non_blocking") and getattr(args[0], "pretends_pinned", False) if args else False
         if func is aten._to_copy.default and _is_device(target) and not pinned:
-            waits[_line("copy to the device")] += 1
+            waits[_call_site("copy to the device")] += 1
     elif (
         func in _WAITING
         or (func is aten._to_copy.default and target is not None and not _is_device(target))
         or (func is aten.copy_.default and not isinstance(args[0], DeviceTensor))
         or (func in _INDEXING and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]))
     ):
-        waits[_line(str(func))] += 1
+        waits[_call_site(str(func))] += 1
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,7 @@ def _empty(size: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(target, DeviceTensor) and not isinstance(source, DeviceTensor):
-        waits[_line("copy to the device")] += 1
+        waits[_call_site("copy to the device")] += 1
     _held(target).copy_(_held(source))
     return target
 
@@ -298,7 +298,7 @@ def strategy() -> Any:
 
         def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor):
-                violations[_line("a tensor of the CPU in a collective of training")] += 1
+                violations[_call_site("a tensor of the CPU in a collective of training")] += 1
             return super().reduce(tensor, *args, **kwargs)
 
     # Shared memory is told by the address of a storage, of which a tensor on the device has none.

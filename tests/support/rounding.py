@@ -35,7 +35,7 @@ def move_(model: nn.Module) -> nn.Module:
     return model
 
 
-def close_records(found: Sequence[Record], expected: Sequence[Record], dtype: torch.dtype = torch.float32) -> None:
+def check_records(found: Sequence[Record], expected: Sequence[Record], dtype: torch.dtype = torch.float32) -> None:
     """Asserts that these are the same records, in order, of a tiny model measured in this precision on two ways.
 
     The least determined number, a gap of singular values, was seen to be 1e-5 off in float32 and 4e-13 in float64;
@@ -59,7 +59,7 @@ def assert_same_numbers(
     """Asserts it of the records of each of these measurements."""
     assert [m.analysis for m in found] == [m.analysis for m in expected]
     for one, other in zip(found, expected, strict=True):
-        close_records(one.records, other.records, dtype)
+        check_records(one.records, other.records, dtype)
 
 
 def assert_rounded(found: Tensor, expected: Tensor) -> None:

@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1),
     "pad_token_id": 0,
 }
-PER_LAYER = ("layer_types", "layers_block_type")
+LAYERWISE = ("layer_types", "layers_block_type")
 
 # Of single model types: what the rule gets wrong.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -67,7 +67,7 @@ def _shrunk(kind: Any, more: dict[str, Any]) -> Any:
     for name, part in list(vars(plain).items()):
         if hasattr(part, "to_dict") and hasattr(part, "model_type"):
             options[name] = _shrunk(type(part), {}).to_dict()
-    for name in PER_LAYER:
+    for name in LAYERWISE:
         kinds = _value(plain, name)
         if isinstance(kinds, list | tuple) and kinds and not _is_computed(kind, name):
             options[name] = (list(dict.fromkeys(kinds)) * LAYERS)[:LAYERS]

@@ -35,14 +35,14 @@ def harm(variant: Variant, blocks: int = BLOCKS) -> float:
     return HARM[variant.name] * share**1.5 * 2.2 + (off if variant.name == "looped_parallel" else 0) + wobble * share
 
 
-def grown(step: int | None) -> float:
+def training_progress(step: int | None) -> float:
     """How far training came: 0 not at all."""
     return 1.0 if step is None else math.log1p(step) / math.log1p(STEPS[-1])
 
 
 def scores(variant: Variant, step: int | None, blocks: int = BLOCKS) -> dict[str, float]:
     """Loss, accuracy and divergence of one variant at one step."""
-    far, lost = grown(step), harm(variant, blocks)
+    far, lost = training_progress(step), harm(variant, blocks)
     full, worst = 10.8 - 7.9 * far, 10.8
     kept = math.exp(-2.2 * lost * (1.6 - far))
     return {
@@ -52,7 +52,7 @@ def scores(variant: Variant, step: int | None, blocks: int = BLOCKS) -> dict[str
     }
 
 
-def with_means(
+def records_and_means(
     all_of: Sequence[Variant], value_of: dict[str, list[float]], metrics: Sequence[str], **tags: str
 ) -> Iterator[Record]:
     """A record a variant and metric, and the mean of each set of random orders."""
@@ -77,16 +77,16 @@ def interventions(
     every = variants(blocks, seeds=range(seeds), custom=custom)
     found = [scores(variant, step, blocks) for variant in every]
     metrics = ("variant_loss", "variant_accuracy", "kl_to_full")
-    return [*with_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
+    return [*records_and_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
 
 
 def task(name: str, step: int | None, *, blocks: int = BLOCKS, seeds: int = 3) -> list[Record]:
     guess = TASKS[name]
     every = variants(blocks, seeds=range(seeds))
-    full = guess + (0.72 - guess) * (0.05 + 0.9 * grown(step))
+    full = guess + (0.72 - guess) * (0.05 + 0.9 * training_progress(step))
     kept = [math.exp(-2.2 * harm(variant, blocks)) for variant in every]
     values = {"task_score": [guess + (full - guess) * share for share in kept], "normalized_score": kept}
-    rows = [*with_means(every, values, ("task_score", "normalized_score"), task=name)]
+    rows = [*records_and_means(every, values, ("task_score", "normalized_score"), task=name)]
     rows = [replace(row, stderr=0.012, n=1000) for row in rows]
     return [*rows, Record(metric="random_score", value=guess, tags={"task": name})]
 
@@ -110,7 +110,7 @@ def trained(
     every, metrics, rows = variants(blocks, names, loops=(3,)), ("task_score", *more), []
     for way, factor in losses.items():
         kept = [0.25 + 0.3 * math.exp(-factor * harm(variant, blocks)) for variant in every]
-        rows += with_means(every, dict.fromkeys(metrics, kept), metrics, task=task, **{tag: way})
+        rows += records_and_means(every, dict.fromkeys(metrics, kept), metrics, task=task, **{tag: way})
     return rows
 
 
@@ -125,7 +125,7 @@ def glue(name: str, *, blocks: int = BLOCKS) -> list[Record]:
 
 
 def similarity(step: int | None, *, blocks: int = BLOCKS) -> list[Record]:
-    far = grown(step)
+    far = training_progress(step)
     rows: list[Record] = []
     for metric, tags, base in (
         ("layer_cosine", {"mode": "token"}, 0.35),

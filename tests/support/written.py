@@ -8,7 +8,7 @@ from lit_layers import records
 from lit_layers.records import Measurement, Record
 
 
-def made(
+def measured(
     analysis: str, found: Iterable[Record], *, run: str = "r", step: int | None = None, **more: Any
 ) -> Measurement:
     """Return what an analysis left at a step, or of a model."""
@@ -18,4 +18,4 @@ def made(
 
 
 def write(root: Path, analysis: str, found: Iterable[Record], **where: Any) -> None:
-    records.append(root / "measurements.jsonl", made(analysis, found, **where))
+    records.append(root / "measurements.jsonl", measured(analysis, found, **where))

@@ -24,7 +24,7 @@ from lit_layers.tasks.lm_eval_scorer import (
     refuse_unknown,
     task_file_hash,
 )
-from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_speaker
+from tests.support.benchmark_rows import TASKS, lm_eval_file, tiny_causal_model
 
 BLOCKS, LENGTH, NEW = 5, 400, 16
 ORDERS = {
@@ -64,7 +64,7 @@ def of_lm_eval(file, tokenizer, model):
 @pytest.mark.parametrize(("family", "task"), CASES)
 def test_every_row_of_a_local_copy_scores_as_the_official_one_does_in_lm_eval(folder, tmp_path, family, task):
     tokenizer, file = str(folder / "tokenizer"), lm_eval_file(task, tmp_path)
-    model, found = tiny_speaker(family, blocks=BLOCKS, positions=LENGTH), []
+    model, found = tiny_causal_model(family, blocks=BLOCKS, positions=LENGTH), []
     rows = local_task(task, folder / "local")
     scorer = LmEvalScorer(rows, tokenizer, batch_size=3, max_new_tokens=NEW, max_length=LENGTH)
     for schedule in ORDERS.values():
@@ -107,7 +107,7 @@ def compare(task, ours, theirs):
 @pytest.mark.soak
 def test_the_analysis_takes_the_scores_of_lm_eval(folder, tmp_path):
     tokenizer, file = str(folder / "tokenizer"), lm_eval_file("arc_challenge", tmp_path)
-    model = tiny_speaker(blocks=BLOCKS, positions=LENGTH)
+    model = tiny_causal_model(blocks=BLOCKS, positions=LENGTH)
     options = {"results": tmp_path / "results", "variants": ("reverse",), "middles": (4,), "limit": 3}
     found = measure(model, BenchmarkScores(task=file, tokenizer=tokenizer, **options), run="r", step=1)
     assert (found.error, found.analysis) == (None, "intervene/arc_challenge")

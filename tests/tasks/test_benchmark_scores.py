@@ -17,7 +17,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks import benchmark_scores as module
 from lit_layers.tasks.benchmark_scores import BenchmarkScores
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
-from tests.support.benchmark_rows import tiny_speaker
+from tests.support.benchmark_rows import tiny_causal_model
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
@@ -26,7 +26,7 @@ BLOCKS = 6
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_speaker(blocks=BLOCKS, seed=3)
+    return tiny_causal_model(blocks=BLOCKS, seed=3)
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_results_of_other_weights_architectures_options_and_rows_do_not_meet(fol
     for part in other.modules():
         if isinstance(part, torch.nn.LayerNorm):
             part.eps = 0.5
-    cases = [(tiny_speaker(blocks=BLOCKS, seed=4), {}), (other, {}), (model, {"limit": 2})]
+    cases = [(tiny_causal_model(blocks=BLOCKS, seed=4), {}), (other, {}), (model, {"limit": 2})]
     cases += [(model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
     for changed, options in cases:
         _, said = scored(make(**options), changed)
@@ -195,7 +195,7 @@ def test_results_of_other_weights_architectures_options_and_rows_do_not_meet(fol
 
 def test_a_file_says_what_it_holds(make):
     analysis = make("gsm8k", max_new_tokens=8)
-    scored(analysis, tiny_speaker(blocks=BLOCKS, positions=128))
+    scored(analysis, tiny_causal_model(blocks=BLOCKS, positions=128))
     found = [json.loads(path.read_text()) for path in files(analysis)]
     (skip,) = [each for each in found if each["variant"] == "skip M=3"]
     assert skip["schedule"] == "1 2 6"
@@ -230,7 +230,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
 
 
 def test_a_failing_full_model_fails(make):
-    broken = tiny_speaker(blocks=BLOCKS)
+    broken = tiny_causal_model(blocks=BLOCKS)
     with torch.no_grad():
         broken.transformer.ln_f.weight.fill_(math.nan)
     with pytest.raises(FloatingPointError, match="4 of 4 rows have a log-likelihood that is not a number"):

@@ -10,7 +10,7 @@ from lit_layers.functional import block_schedules as schedules
 from lit_layers.models.build import pad_vocabulary_
 from lit_layers.models.running_order import running_order
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
-from tests.support.benchmark_rows import tiny_speaker
+from tests.support.benchmark_rows import tiny_causal_model
 from tests.support.tiny_models import tiny
 
 LENGTH = 24
@@ -18,7 +18,7 @@ LENGTH = 24
 
 @pytest.fixture
 def model():
-    return tiny_speaker(positions=LENGTH, blocks=3)
+    return tiny_causal_model(positions=LENGTH, blocks=3)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def one_by_one(model, pairs, length):
 @pytest.mark.parametrize("name", ["gpt2", "mpt"])  # the last cannot leave logits out
 def test_log_likelihoods_are_those_of_one_token_after_the_other(name, likelihoods):
     options = {"d_model": 32, "max_seq_len": LENGTH, "n_layers": 3, "vocab_size": 400}
-    model = tiny(name, **options) if name == "mpt" else tiny_speaker(name, positions=LENGTH, blocks=3)
+    model = tiny(name, **options) if name == "mpt" else tiny_causal_model(name, positions=LENGTH, blocks=3)
     pairs = [pair for pair in some_pairs() if len(pair[0]) + len(pair[1]) <= LENGTH]
     for schedule in (schedules.baseline(3), schedules.parse_schedule("1 (2,3) 2", 3)):
         with running_order(model, schedule):

@@ -17,7 +17,7 @@ import torch
 from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import TASKS, find_task
 from lit_layers.tasks.probe_task import ProbeTask, TaskData, TaskSplit, draw, hold_out, normalised
-from tests.support.data_mapping import copies, with_mapping
+from tests.support.data_mapping import mapped_files, write_mapping
 
 WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail", "tram"]
 
@@ -477,7 +477,7 @@ def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sente
 
 
 def test_a_task_without_a_copy_is_refused(tmp_path):
-    with_mapping(tmp_path)
+    write_mapping(tmp_path)
     assert refusal(TASKS["trec"], tmp_path).startswith(f"folder: {tmp_path}/tasks.yaml has no probe 'trec', it has ")
     assert refusal(TASKS["sst2"], tmp_path) == (
         f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"
@@ -562,7 +562,7 @@ PUBLISHED = {
 @pytest.fixture
 def loaded(realdata):
     def load(name: str) -> TaskData:
-        if not (realdata / str(copies("probe")[name].files).split("/")[0]).is_dir():
+        if not (realdata / str(mapped_files("probe")[name].files).split("/")[0]).is_dir():
             pytest.skip(f"no files of {name} in {realdata}")
         return find_task(name).load(str(realdata))
 
@@ -592,7 +592,7 @@ def test_a_published_set_is_read_whole_but_for_texts_of_its_test(loaded, realdat
 def check_published(name: str, data: TaskData, realdata: Path) -> None:
     """Every row is in a part, or counted as a text of another part, or as one without words."""
     (*numbers, num_classes), task = PUBLISHED[name], TASKS[name]
-    pattern, texts = str(realdata / str(copies("probe")[name].files)), []
+    pattern, texts = str(realdata / str(mapped_files("probe")[name].files)), []
     for split, number in zip((task.train, task.validation, task.test), numbers, strict=True):
         rows = pq.read_table(pattern.replace("{split}", str(split)))[task.text].to_pylist() if number else []
         assert len(rows) == number, (name, split)

@@ -14,7 +14,7 @@ from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_scores import MtebTask
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.labelled_texts import MOODS, labelled, saved_gpt2
 
 NAMES = ["Banking77Classification", "TwitterURLCorpus", "STSBenchmark", "AskUbuntuDupQuestions"]
@@ -33,7 +33,7 @@ def write(path: Path, **columns: list[Any]) -> None:
 
 def write_tiny_data(folder: Path) -> Path:
     """Songs with their moods: as intents, clusters, pairs and answers."""
-    with (with_mapping(folder) / "tasks.yaml").open("a") as mapping:  # which ends with those of mteb
+    with (write_mapping(folder) / "tasks.yaml").open("a") as mapping:  # which ends with those of mteb
         mapping.write(ENTRIES.lstrip("\n"))
     draw = random.Random(0)
     for split, first, count in (("train", 0, 60), ("test", 60, 30)):

@@ -27,7 +27,7 @@ from lit_layers.training.finetuning import (
     seed_means,
 )
 from lit_layers.training.trainer import StepSampler
-from tests.support.benchmark_rows import tiny_speaker, write_tokenizer
+from tests.support.benchmark_rows import tiny_causal_model, write_tokenizer
 from tests.support.measured import records_of
 
 ROWS = [([1, 2, 3], [4, 5]), ([6], [7])]
@@ -89,7 +89,7 @@ MIDDLE = Variant(name="custom", schedule=(1, (2, 3), 5))
 @pytest.fixture
 def model():
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return tiny_speaker(blocks=6, seed=3, **dropouts).double()
+    return tiny_causal_model(blocks=6, seed=3, **dropouts).double()
 
 
 def run(home, model, root, variant=MIDDLE, **options):
@@ -188,7 +188,7 @@ def test_means_over_seeds_leave_out_nan_and_count_identical_orders():
 @pytest.mark.soak
 def test_memorised_rows_are_answered_and_scores_before_training_are_those_of_the_variant(home, tmp_path):
     folder, rows = home
-    model = tiny_speaker(blocks=6, seed=3)
+    model = tiny_causal_model(blocks=6, seed=3)
     made, view = analysis(folder, tmp_path, num_epochs=40), LayeredModel(model)
     made.check(view)
     asked, answer = made.texts[1]
@@ -228,4 +228,4 @@ def test_tasks_without_usable_training_rows_are_refused(home, tmp_path):
         made = analysis(home[0], tmp_path, task=task)
         made.folder = tmp_path
         with pytest.raises(InputError, match=sentence):
-            made.check(LayeredModel(tiny_speaker(blocks=6)))
+            made.check(LayeredModel(tiny_causal_model(blocks=6)))

@@ -21,7 +21,7 @@ from lit_layers.training import glue
 from lit_layers.training.glue import EncodedRows, GlueData, GlueRecipe, GlueScores, LitGlue
 from lit_layers.training.modules import warmup_linear
 from lit_layers.training.trainer import StepSampler
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled
 from tests.support.measured import records_of
@@ -163,7 +163,7 @@ def test_fewer_rows_are_the_first_of_more_rows(folder):
 
 
 def test_rows_tasks_splits_and_folders_that_do_not_fit_are_refused(tmp_path):
-    (with_mapping(tmp_path) / "glue").mkdir()
+    (write_mapping(tmp_path) / "glue").mkdir()
     for column, sentence in (("label", "row 0 of .* has 2, expected a class from 0 to 1"), ("other", "cola: .*label")):
         write_rows(tmp_path, "cola_train", sentence=["a"], **{column: [2]})
         with pytest.raises(InputError, match=sentence):

@@ -18,7 +18,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.schema import read_yaml
 from lit_layers.training.finetuning import LitAnswers, TaskFinetuning, TaskFinetuningRecipe
 from lit_layers.training.glue import GlueRecipe, GlueScores, LitGlue
-from tests.support.data_mapping import with_mapping
+from tests.support.data_mapping import write_mapping
 from tests.support.glue_files import saved_bert_of_pairs, write_glue, write_rows
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.tiny_models import tiny
@@ -87,7 +87,7 @@ def test_config_and_data_hashes_change_exactly_with_what_decides_the_values(home
     assert one.config_hash() != finetuning(home, tmp_path / "a", {"num_epochs": 3}).config_hash()
     assert one.data_hash() != finetuning(home, tmp_path, folder=write_arc(tmp_path, first=5)).data_hash()
     assert glue(home, tmp_path / "a").config_hash() == glue(home, tmp_path / "b", folder=tmp_path).config_hash()
-    copy = with_mapping(tmp_path / "copy")
+    copy = write_mapping(tmp_path / "copy")
     shutil.copytree(home / "glue", copy / "glue")
     assert glue(home, tmp_path, folder=copy).data_hash() == glue(home, tmp_path).data_hash()
     texts, moods = map(list, zip(*labelled(10, 31), strict=True))

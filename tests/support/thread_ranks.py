@@ -13,7 +13,7 @@ from lit_layers.errors import kind_and_words
 from lit_layers.measuring.one_model import Outcome, outcomes
 
 
-class Meeting:
+class Exchange:
     """Where all ranks exchange what they have, as `torch.distributed` would."""
 
     def __init__(self, size: int) -> None:
@@ -25,7 +25,7 @@ class Meeting:
 class Rank:
     """One of the ranks; it runs between two gathers while the others wait."""
 
-    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+    def __init__(self, meeting: Exchange, rank: int, size: int) -> None:
         self.meeting, self.rank, self.size, self.number = meeting, rank, size, 0
 
     def gather(self, error: str | None, value: Any) -> list[tuple[str | None, Any]]:
@@ -42,9 +42,9 @@ class Rank:
         return [(error, pickle.loads(content)) for error, content in everyone]
 
 
-def found_by_ranks(model: nn.Module, analyses: Sequence[Analysis], size: int) -> tuple[list[Outcome], Meeting]:
+def outcomes_on_ranks(model: nn.Module, analyses: Sequence[Analysis], size: int) -> tuple[list[Outcome], Exchange]:
     """Return what the first of so many ranks yields, each with a model of its own, and where they met."""
-    meeting, found, failures = Meeting(size), dict[int, list[Outcome]](), list[BaseException]()
+    meeting, found, failures = Exchange(size), dict[int, list[Outcome]](), list[BaseException]()
 
     def run(rank: int) -> None:
         try:
