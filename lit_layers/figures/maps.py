@@ -72,7 +72,10 @@ def table_map(
     keys = sorted({point.tags[name] for point in points for name in (down, across)})
     cell = lambda p: (p.tags[down], p.tags[across])  # noqa: E731
     if not is_jacobian:
-        axes = key_axis("Position of the other token", keys, unit="%"), key_axis("Position of the token", keys, unit="%")
+        axes = (
+            key_axis("Position of the other token", keys, unit="%"),
+            key_axis("Position of the token", keys, unit="%"),
+        )
         title = f"{tables.title_of(metric, tags)}, {where}"
         return _pairs(title, points, cell, *axes, {"hover": "token at {y}%, other token at {x}%"})
     title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
