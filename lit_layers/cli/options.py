@@ -4,9 +4,8 @@ Options are read from the command line and from YAML recipes, and are checked ag
 default is required. Its help text comes from the docstring, its range from `Annotated[int, COUNT]`. A parameter whose
 type is a dataclass is replaced by the fields of that dataclass; functions share options this way.
 
-jsonargparse parses and validates. Its messages are reworded for common mistakes: unknown commands, options and recipe
-keys, missing options, wrong types, numbers out of range, empty values, misspelt classes, classes that a recipe may not
-name, and recipes that are missing or no valid YAML.
+jsonargparse parses and validates. `one_sentence` rewords its messages for common mistakes: unknown options and recipe
+keys, missing options, wrong types, misspelt classes, and classes that a recipe may not name.
 
 A recipe may name classes of the modules in MODULES and of the user's code (`--code`). It may also be one of the recipes
 in this package.
@@ -347,7 +346,7 @@ def trust_code(argv: list[str]) -> list[str]:
 def _packages(named: str) -> list[str]:
     """Return the names of the modules that a `--code` argument makes available.
 
-    For a folder these are its modules, except those that an installed package of the same name would shadow.
+    For a folder these are its modules, except any that an installed package of the same name would shadow.
     """
     folder, name = Path(named).resolve(), named.strip()
     if name and folder.is_dir() and not name.isidentifier():

@@ -359,8 +359,8 @@ def published() -> ModelTable:
 def read_file(path: Path, *, metric: str, score: str) -> ModelTable:
     """Read a table of models from a .csv or .parquet file with one row per model.
 
-    The baseline and the corrected metric are the columns `random_<metric>` and `excess_<metric>`, or those named by the
-    metric's entry in `lit_layers.metrics`, if the file has them.
+    The baseline and the corrected metric are the columns `random_<metric>` and `excess_<metric>`, if the file has them.
+    The metric's entry in `lit_layers.metrics` may name other columns.
 
     Raises:
         InputError: The file cannot be read, a column is missing or not numeric, or a model occurs twice.

@@ -30,8 +30,8 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
     """Return a metric of layer pairs as a heat map with a slider over checkpoints.
 
     Colours have the same meaning at every checkpoint. Their range comes from pairs of different layers, so values on
-    the diagonal may lie outside. Similarities use a scale from the smallest value of any checkpoint to 1: their values
-    are far from 0, and on a scale centred at 0 all layers would look alike.
+    the diagonal may lie outside. Similarities use a scale from the smallest value of any checkpoint to 1. Their values
+    are far from 0, so all layers would look alike on a scale centred at 0.
 
     Raises:
         ValueError: the metric has no values per pair of layers.
@@ -51,11 +51,12 @@ def table_map(
 ) -> Chart:
     """Return a table of one layer, or of a pair of blocks, as a heat map with a slider over checkpoints.
 
-    The table is either a metric of token pairs (tags `token`, down, and `other_token`, across; token positions are in
-    per cent of the prompt), with colours as in `layer_matrix`. Or it is one block's Jacobian in the leading directions
-    of another (tags `row` and `column`): blue is positive, brown negative. Jacobians grow by orders of magnitude in
-    training, so each checkpoint then has its own colour scale. It saturates at half the largest entry, because a few
-    entries are much larger than the others.
+    The table is one of two kinds. A metric of token pairs has the tags `token` (down) and `other_token` (across), which
+    are positions in per cent of the prompt. Its colours are as in `layer_matrix`.
+
+    One block's Jacobian in the leading directions of another has the tags `row` and `column`. Blue is positive, brown
+    negative. Jacobians grow by orders of magnitude in training, so each checkpoint has its own colour scale. It
+    saturates at half the largest entry, because a few entries are much larger than the others.
 
     Raises:
         ValueError: the metric has no such table, or not for these layers.

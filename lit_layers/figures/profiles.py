@@ -229,9 +229,11 @@ _LISTS = {"index": "Number in the list", "token_distance": "Distance from the la
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Return lists of values, with one line per layer and a slider over checkpoints.
 
-    A list is over an index (tag `index`, e.g. of singular values; log axis for values), over the distance between two
-    tokens (tag `token_distance`, drawn at log(1 + distance), so that distance 0 has a position), or over the number of
-    training rows (tag `train_rows`, log axis). The last kind has 95% intervals if there are few lines.
+    A list is over one of three tags:
+
+    - `index`, e.g. of singular values; the axis of values is logarithmic.
+    - `token_distance`, the distance between two tokens, drawn at log(1 + distance) so that distance 0 has a position.
+    - `train_rows`, the number of training rows, on a log axis; with 95% intervals if there are few lines.
 
     Raises:
         ValueError: the metric has no lists of values per layer.

@@ -166,7 +166,7 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
 def labelled(content: Scatter, width: float, height: float) -> list[bool]:
     """Return which names fit to the right of their points in a plot of this size in pixels, without overlap.
 
-    A letter counts as 6.5 pixels wide and 14 high. Of two names that overlap, the first one is shown.
+    A letter counts as 6.5 pixels wide and 14 high. If two names overlap, the first one is shown.
     """
     (left, right), (low, high) = content.limits()
     at = [

@@ -243,8 +243,8 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     """Return how far each headline metric moved from the first checkpoint to the last.
 
     A metric with whole-model values only has one row per variant; a metric that describes another metric's curve (tag
-    `of`) has one row. A metric with values per layer has one row in its plainest variant: the value of the whole model
-    if there is one, otherwise that of the last layer. Medians, pairs, reference rows, lists of values, categories and
+    `of`) has one row. A metric with values per layer has one row in its plainest variant, with the value of the whole
+    model or else of the last layer. Medians, pairs, reference rows, lists of values, categories and
     sample sizes are left out, and so are most interventions. Columns: analysis, metric, variant (text), layer,
     first_step, first, first_low, first_high, last_step, last, last_low, last_high, and change, which is NaN if there is
     only one checkpoint.

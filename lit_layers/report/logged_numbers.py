@@ -47,8 +47,8 @@ def curves_of(
 ) -> dict[str, Record]:
     """Return the records of one step that are logged as curves, by name, without layer pairs and single tokens.
 
-    With `scalars="plotted"`, each metric is logged in one variant only, and only one metric of each analysis has curves
-    per layer: the one listed first in docs/metrics.md.
+    With `scalars="plotted"`, each metric is logged in one variant only. Only one metric of each analysis has curves per
+    layer: the one listed first in docs/metrics.md.
     """
     curves = dict[str, Record]()
     for m in measurements:

@@ -191,8 +191,8 @@ def read_side_by_side(
         allow_suspect: also use checkpoints that an audit found suspect.
 
     Raises:
-        InputError: two runs have the same name, two seeds have equal values or different settings, a recipe lacks the
-            field, no metric has common steps, or a run cannot be read (see `curves_of`).
+        InputError: two runs have the same name, or two seeds have equal values or different settings. Also if a recipe
+            lacks the field, no metric has common steps, or a run cannot be read (see `curves_of`).
     """
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")

@@ -46,12 +46,12 @@ class WandbMirror:
 
     Args:
         project: the W&B project.
-        mode: auto: online if there is an API key and the server answers, otherwise offline with a warning; online: fail
-            at the start if W&B cannot be reached; offline; disabled. With auto, the variable WANDB_MODE takes
-            precedence.
+        mode: auto: online if there is an API key and the server answers, otherwise offline with a warning. online: fail
+            at the start if W&B cannot be reached. offline: only write files. disabled: do nothing. With auto, the
+            variable WANDB_MODE takes precedence.
         entity: the W&B team or user; None uses the default of the API key.
         group: group of the run at W&B, e.g. to group the seeds of one training.
-        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve per layer;
+        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve per layer.
             all: everything except values of layer pairs.
     """
 

@@ -57,7 +57,7 @@ def analyze(
 
     Args:
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
-            the Hub together with --steps, or a manifest
+            the Hub together with --steps, or a manifest of published series (*.yaml)
         series: use this instead of a model: a class that defines a series, with its own options
         follow: measure the checkpoints in a folder, and each new one that a training writes there. If the training is
             a `fit` run without analyses, the command ends with it; otherwise end it with Ctrl-C or --patience

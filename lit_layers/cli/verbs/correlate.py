@@ -70,7 +70,7 @@ def correlate(
 ) -> int:
     """Correlate a metric with a score over models, and show how much model width explains by itself.
 
-    With --metrics and --scores: correlate metrics with task scores over the layers of each model, and show the scores
+    With --metrics and --scores: correlate metrics with task scores over the layers of each model. Also show the scores
     of the layers that the metrics would choose.
 
     Args:

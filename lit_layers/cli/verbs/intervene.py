@@ -119,7 +119,7 @@ def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Int
 
     Args:
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
-            the Hub together with --steps, or a manifest
+            the Hub together with --steps, or a manifest of published series (*.yaml)
     """
     options = options.resolved(recipe)
     changed = checkpoints.revision, checkpoints.untrained, None if checkpoints.dtype == "float32" else checkpoints.dtype

@@ -41,7 +41,7 @@ def mteb(
 
     Args:
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
-            the Hub together with --steps, or a manifest
+            the Hub together with --steps, or a manifest of published series (*.yaml)
         tokenizer: name or folder of the tokenizer (default: the model's own)
         tasks: which tasks: layerwise32 (the 32 tasks of docs/mteb.md), only one kind of them (classification,
             clustering, pair_classification, reranking or sts), local (all tasks in --folder), or comma-separated names
