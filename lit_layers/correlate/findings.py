@@ -101,10 +101,10 @@ def correlate(
     group = group or table.group
     corrected = []
     if table.corrected is not None:
-        baseless = table.values(table.corrected)
-        defined = ~np.isnan(baseless)
+        excess = table.values(table.corrected)
+        defined = ~np.isnan(excess)
         with suppress(UndefinedError):
-            corrected = _coefficients(baseless[defined], y[defined], options)
+            corrected = _coefficients(excess[defined], y[defined], options)
     found = []
     for name in covariates:
         rx, ry = (_r(table, name, column) for column in (x, y))

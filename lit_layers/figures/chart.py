@@ -253,15 +253,15 @@ class Chart(Picture):
     def _intervals(self) -> list[dict[str, Any]]:
         """Return bands and error bars, each only if some point has one: Vega warns about layers without points."""
         at = [(s, x) for s in self.series if s.interval for x, end in zip(s.x, s.low, strict=False) if end is not None]
-        alone = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
+        bars = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
         value = "x" if self.horizontal else "y"
         ends = {value: {"field": "l", "type": "quantitative"}, f"{value}2": {"field": "h"}}
         layers = []
-        if False in alone:
+        if False in bars:
             mark = {"type": "area", "opacity": 0.16, "tooltip": None, "clip": self.y.ends is not None}
             look = {**ends, "color": self._name_scale("color"), "detail": DETAIL}
             layers.append(layer("datum.e == 'band' && !datum.u", mark, look))
-        if True in alone:
+        if True in bars:
             where = "(datum.e == 'bars' || (datum.e && datum.u)) && isValid(datum.l) && isValid(datum.h)"
             mark = {"type": "rule", "tooltip": None, "strokeWidth": 1.2}
             layers.append(layer(where, mark, {**ends, "color": row_field("c")}))
@@ -406,6 +406,6 @@ class Panels(Picture):
         specs = [chart.spec(width=self.width) for chart in self.charts]
         titles = [{"title": {"text": chart.title, "fontSize": 11}} for chart in self.charts]
         parts = [{**sized(spec, spec), **title} for spec, title in zip(specs, titles, strict=True)]
-        apart = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
-        content = {"concat": parts, "columns": self.columns, "resolve": {"scale": apart, "legend": apart}}
+        own = dict.fromkeys(("color", "fill", "strokeDash", "shape"), "independent")
+        content = {"concat": parts, "columns": self.columns, "resolve": {"scale": own, "legend": own}}
         return {"$schema": _SCHEMA, "title": self.title, **content, "config": CONFIG}

@@ -73,10 +73,7 @@ def table_map(
     keys = sorted({point.tags[name] for point in points for name in (down, across)})
     cell = lambda p: (p.tags[down], p.tags[across])  # noqa: E731
     if not is_jacobian:
-        axes = (
-            key_axis("Position of the other token", keys, unit="%"),
-            key_axis("Position of the token", keys, unit="%"),
-        )
+        axes = key_axis("Position of other token", keys, unit="%"), key_axis("Position of token", keys, unit="%")
         title = f"{tables.title_of(metric, tags)}, {where}"
         return _pairs(title, points, cell, *axes, {"hover": "token at {y}%, other token at {x}%"})
     title = ", ".join(filter(None, [sentence(where), tables.variant_text(tags)]))
@@ -147,8 +144,8 @@ def has_surface(points: Iterable[Point]) -> bool:
 
 
 def _is_of_layer(point: Point) -> bool:
-    beside = point.other_layer is not None or tables.is_tabular(point)
-    return point.layer is not None and not beside and point.tags.keys().isdisjoint(("reference", "index", "control"))
+    is_map = point.other_layer is not None or tables.is_tabular(point)
+    return point.layer is not None and not is_map and point.tags.keys().isdisjoint(("reference", "index", "control"))
 
 
 def layer_surface(

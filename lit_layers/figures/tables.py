@@ -39,7 +39,7 @@ GLUE = "intervene/glue"
 GLUE_MEAN = f"{GLUE}/{MEAN}"
 BASES = tuple(group.name for group in GROUPS if group.over_tasks)
 _DROPPED = ("task", "domain", "score")  # tags that differ between the tasks of one mean
-_STAND_FOR = {MEDIAN: "normalized_score", GLUE_MEAN: "task_score"}
+_AVERAGED = {MEDIAN: "normalized_score", GLUE_MEAN: "task_score"}
 _COLUMNS = ["analysis", "metric", "variant"]  # columns of an empty table of results
 
 Item = TypeVar("Item")
@@ -244,10 +244,9 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 
     A metric with whole-model values only has one row per variant; a metric that describes another metric's curve (tag
     `of`) has one row. A metric with values per layer has one row in its plainest variant, with the value of the whole
-    model or else of the last layer. Medians, pairs, reference rows, lists of values, categories and
-    sample sizes are left out, and so are most interventions. Columns: analysis, metric, variant (text), layer,
-    first_step, first, first_low, first_high, last_step, last, last_low, last_high, and change, which is NaN if there is
-    only one checkpoint.
+    model or else of the last layer. Medians, pairs, reference rows, lists of values, categories and sample sizes are
+    left out, and so are most interventions. Columns: analysis, metric, variant (text), layer, first_step, first,
+    first_low, first_high, last_step, last, last_low, last_high, and change, which is NaN for a single checkpoint.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -285,7 +284,7 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
     """Yield the rows of a table of results: analysis, metric and variant, and the points, one per checkpoint."""
     table = table[table["other_layer"].isna()]
-    for name, metric in _STAND_FOR.items():
+    for name, metric in _AVERAGED.items():
         if (table["analysis"] == name).any():  # shown instead of its tasks
             others = table["analysis"].str.startswith(f"{name.rpartition('/')[0]}/") & (table["analysis"] != name)
             table = table[(table["metric"] != metric) | ~others]

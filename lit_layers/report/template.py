@@ -69,11 +69,11 @@ def block(
     these metrics below the figures. `kind` is a CSS class.
     """
     shown = [{"text": text, "figures": [_draw(*each, kind) for each in figures]} for text, figures in choices]
-    places = max([1, *(len(choice["figures"]) for choice in shown)])
+    slots = max([1, *(len(choice["figures"]) for choice in shown)])
     for choice in shown:
         choice["figures"] = choice["figures"] or [_figure(problem=_NO_FIGURE)]
-        choice["figures"] += [_figure()] * (places - len(choice["figures"]))
-    wide = places > 1 if wide is None else wide
+        choice["figures"] += [_figure()] * (slots - len(choice["figures"]))
+    wide = slots > 1 if wide is None else wide
     readings = [each for metric in metrics if (each := reading(metric)) is not None]
     return Block(title=title, note=note, wide=wide, choices=shown, readings=readings)
 
@@ -157,19 +157,19 @@ def number_figures(content: Any, figures: Figures) -> Any:
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
     # in pixels; a slider needs 36 of them below the plot
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
-    places = [
+    slots = [
         {
-            "captions": [choice["figures"][place]["caption"] for choice in choices],
-            "numbers": [choice[place] for choice in numbers],
+            "captions": [choice["figures"][slot]["caption"] for choice in choices],
+            "numbers": [choice[slot] for choice in numbers],
             "problem": each["problem"],
             "absent": each["absent"],
             "height": height,
             "kind": each["kind"],
         }
-        for place, (each, height) in enumerate(zip(first, heights, strict=True))
+        for slot, (each, height) in enumerate(zip(first, heights, strict=True))
     ]
     texts = [choice["text"] for choice in choices]
-    return {**content, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": places}
+    return {**content, "texts": texts if len(texts) > 1 else [], "fixed": texts[0], "figures": slots}
 
 
 def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:

@@ -103,16 +103,16 @@ class Run:
             stack.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
         # Only the first rank hashes the checkpoints. The other ranks read those that it found intact.
         self.resume_from = _resume_point(options, verify=is_first_rank())
-        goes_on = options.resume is not None and (self.root / RUN_FILE).is_file()
+        resumes = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = options.wandb
         text = recipe.parser.dump(recipe.options, skip_none=False)
         given = yaml.safe_load(text)
-        if goes_on:
+        if resumes:
             run_folder.check_same_run(self.root, given)
-            has_begun = getattr(self.module, "init_from", None)
-            if has_begun and (begun := own_origin(self.root, run_folder.origin_in(self.root))):
-                self.module.start = begun
-        modes: Any = {"resume": goes_on, "goes_back": options.resume != "last"}
+            init_from = getattr(self.module, "init_from", None)
+            if init_from and (start := own_origin(self.root, run_folder.origin_in(self.root))):
+                self.module.start = start
+        modes: Any = {"resume": resumes, "goes_back": options.resume != "last"}
         self.folder = run_folder.RunFolder(self.root, config=text, options=given, mirror=self.mirror, **modes)
         self.trainer = self._trainer(dict(options.trainer))
 
