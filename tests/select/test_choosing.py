@@ -93,9 +93,7 @@ def layer_by_definition(rule: str, tolerance: float, scores: list[float]) -> int
         return next(layer for layer in layers if scores[layer - 1] >= (1 - tolerance) * last)
     if rule == "plateau":
         steps = {layer: scores[layer] - scores[layer - 1] for layer in layers[:-1]}  # from a layer to the next one
-        return next(
-            layer for layer in layers if all(step <= tolerance for low, step in steps.items() if low >= layer)
-        )
+        return next(layer for layer in layers if all(step <= tolerance for low, step in steps.items() if low >= layer))
     first = scores[0]
     above = [score - (first + index / (len(scores) - 1) * (last - first)) for index, score in enumerate(scores)]
     return 1 + above.index(max(above))
