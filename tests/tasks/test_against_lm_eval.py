@@ -1,4 +1,4 @@
-"""This package's scores against lm-eval's own of the same rows and model: row by row, in several running orders."""
+"""Scores of this package equal those of lm-eval on the same rows and model: row by row, in several orders of blocks."""
 
 import warnings
 from types import SimpleNamespace
@@ -39,8 +39,8 @@ CASES = [
 ]
 
 
-def of_lm_eval(file, tokenizer, model):
-    """What lm-eval itself, with its own wrapper of the model, makes of a task file: samples in order, by filter."""
+def lm_eval_samples(file, tokenizer, model):
+    """Evaluate a task file with lm-eval and its own wrapper of the model. Return the samples in order, by filter."""
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -62,17 +62,17 @@ def of_lm_eval(file, tokenizer, model):
 
 
 @pytest.mark.parametrize(("family", "task"), CASES)
-def test_every_row_of_a_local_copy_scores_as_the_official_one_does_in_lm_eval(folder, tmp_path, family, task):
+def test_every_row_of_a_local_copy_scores_like_the_official_one_in_lm_eval(folder, tmp_path, family, task):
     tokenizer, file = str(folder / "tokenizer"), lm_eval_file(task, tmp_path)
     model, found = tiny_causal_model(family, blocks=BLOCKS, positions=LENGTH), []
     rows = local_task(task, folder / "local")
     scorer = LmEvalScorer(rows, tokenizer, batch_size=3, max_new_tokens=NEW, max_length=LENGTH)
     for schedule in ORDERS.values():
         with running_order(model, schedule), warnings.catch_warnings():
-            # of files of lm-eval and what it imports, where nothing has compiled them yet
+            # Files of lm-eval and its imports warn when Python compiles them for the first time.
             warnings.filterwarnings("ignore", "invalid escape sequence")
             found.append(scorer.score(model))
-            compare(task, found[-1], of_lm_eval(file, tokenizer, model))
+            compare(task, found[-1], lm_eval_samples(file, tokenizer, model))
     if family == "gpt2":
         assert found[0].log_likelihoods != found[1].log_likelihoods or found[0].texts != found[1].texts
     if (family, task) == ("gpt2", "gsm8k"):
@@ -82,7 +82,7 @@ def test_every_row_of_a_local_copy_scores_as_the_official_one_does_in_lm_eval(fo
 
 
 def compare(task, ours, theirs):
-    """Row by row: each metric, the log-likelihoods or texts, and what guessing scores."""
+    """Compare the metrics and the log-likelihoods or texts of each row, and the score of guessing."""
     rows = theirs["strict-match" if task == "gsm8k" else "none"]
     names = {SCORE: "exact_match" if task == "gsm8k" else "acc"}
     names |= {NORMED: "acc_norm"} if task in ("arc_challenge", "hellaswag") else {}
@@ -105,7 +105,7 @@ def compare(task, ours, theirs):
 
 
 @pytest.mark.soak
-def test_the_analysis_takes_the_scores_of_lm_eval(folder, tmp_path):
+def test_the_analysis_records_the_scores_of_lm_eval(folder, tmp_path):
     tokenizer, file = str(folder / "tokenizer"), lm_eval_file("arc_challenge", tmp_path)
     model = tiny_causal_model(blocks=BLOCKS, positions=LENGTH)
     options = {"results": tmp_path / "results", "variants": ("reverse",), "middles": (4,), "limit": 3}
@@ -113,7 +113,7 @@ def test_the_analysis_takes_the_scores_of_lm_eval(folder, tmp_path):
     assert (found.error, found.analysis) == (None, "intervene/arc_challenge")
     for order in ("baseline", "reverse"):
         with running_order(model, ORDERS[order]):
-            rows = of_lm_eval(file, tokenizer, model)["none"][:3]
+            rows = lm_eval_samples(file, tokenizer, model)["none"][:3]
         for metric, name in ((SCORE, "acc"), (NORMED, "acc_norm")):
             (record,) = [r for r in found.records if r.metric == metric and r.tags["variant"] == order]
             assert record.value == pytest.approx(np.mean([row[name] for row in rows]))
@@ -122,10 +122,10 @@ def test_the_analysis_takes_the_scores_of_lm_eval(folder, tmp_path):
     assert guess == pytest.approx((1 / 4 + 1 / 3 + 1 / 5) / 3)
 
 
-def test_what_is_no_task_of_lm_eval_is_refused(monkeypatch):
+def test_an_unknown_task_of_lm_eval_is_refused(monkeypatch):
     with pytest.raises(InputError, match=r"^task: expected a task file of lm-eval, nowhere\.yaml does not exist"):
         refuse_unknown("nowhere.yaml")
-    # without the ten seconds in which lm-eval reads the names of its thousands of task files
+    # Skip the ten seconds in which lm-eval reads the names of its thousands of task files.
     monkeypatch.setattr(
         lm_eval_scorer, "_manager", lambda defaults: SimpleNamespace(all_tasks=["toxigen", "truthfulqa"])
     )
@@ -135,16 +135,16 @@ def test_what_is_no_task_of_lm_eval_is_refused(monkeypatch):
 
 
 @pytest.mark.nightly  # reads the thousands of task files of lm-eval
-def test_lm_eval_has_all_names_of_the_catalogue_and_not_others():
+def test_lm_eval_has_every_name_of_the_catalogue_and_refuses_others():
     with pytest.raises(InputError, match=r"^task: there is no 'arc_chalenge'; did you mean .*arc_challenge"):
         refuse_unknown("arc_chalenge")
-    # names of the catalogue are not looked up, so lm-eval has to have them all
+    # lm-eval must have all names of the catalogue, because these are not looked up.
     from lm_eval.tasks import TaskManager
 
     assert {NAMES.get(task, task) for task in LOCAL_TASKS} <= {*TaskManager().all_tasks}
 
 
-def test_a_task_file_is_known_by_what_it_and_its_parts_say(tmp_path):
+def test_the_hash_of_a_task_file_depends_on_the_files_it_includes(tmp_path):
     (tmp_path / "base.yaml").write_text("output_type: multiple_choice\n")
     (tmp_path / "parts.py").write_text("x = 1\n")
     task = tmp_path / "task.yaml"

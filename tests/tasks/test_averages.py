@@ -1,4 +1,4 @@
-"""Means over tasks: solved by hand."""
+"""Means over tasks, computed by hand."""
 
 import math
 from dataclasses import replace
@@ -27,9 +27,9 @@ def measured(
         for layer, value in enumerate(values)
         if value is not None
     ]
-    said = {"config_hash": f"{name}{versions}{options}", "tokenizer_hash": "t", "versions": {"mteb": versions}}
-    place = {"run": "run", "step": step, "tokens": None, "analysis": f"mteb/{name}"}
-    return Measurement(**place, records=found, seconds=1.0, provenance=said)
+    provenance = {"config_hash": f"{name}{versions}{options}", "tokenizer_hash": "t", "versions": {"mteb": versions}}
+    facts = {"run": "run", "step": step, "tokens": None, "analysis": f"mteb/{name}"}
+    return Measurement(**facts, records=found, seconds=1.0, provenance=provenance)
 
 
 def table(*more: Measurement, step: int | None = None):
@@ -43,7 +43,7 @@ def mean_at(means, layer):
 
 
 @pytest.mark.parametrize("step", [None, 100])
-def test_the_mean_is_over_tasks_and_not_over_domains(step):
+def test_the_mean_weights_tasks_equally_and_not_domains(step):
     (found,) = averages(table(step=step))
     assert found.step == step
     assert found.curve["layer"].tolist() == [0, 1, 2, 3]
@@ -51,26 +51,26 @@ def test_the_mean_is_over_tasks_and_not_over_domains(step):
     assert found.curve["sts"].tolist() == pytest.approx([0.5, 0.3, 0.3, 0.4])
     assert found.curve["clustering"].tolist() == pytest.approx([0.5, 0.1, 0.3, 0.4])
     assert found.missing == ()
-    # an oracle takes each task at its best layer
+    # An oracle reads each task at its best layer.
     assert found.best_per_task() == pytest.approx((0.4 + 0.5 + 0.4) / 3)
-    wide = score_table(table(step=step))  # a column for each layer, and tasks of a domain together
+    wide = score_table(table(step=step))  # one column per layer, and tasks grouped by domain
     assert wide["task"].tolist() == ["RedditClustering", "STS12", "STS13"]
     assert wide[[0, 1, 2, 3]].iloc[1].tolist() == SCORES["STS12"][1]
 
 
-def test_a_task_that_lacks_a_layer_is_in_no_mean_and_named_and_without_layer_0_leaves_that_open():
+def test_a_task_without_a_layer_is_in_no_mean_and_without_layer_0_only_that_mean_is_nan():
     more = measured("STS14", [0.0, 0.0, None, 0.0], "sts")
     (found,) = averages(table(more), expected=["STS12", "BIOSSES"])
     assert found.missing == ("STS14", "BIOSSES")
     assert found.curve["average"].tolist() == pytest.approx([0.5, 0.7 / 3, 0.3, 0.4])
-    (found,) = averages(table(measured("STS14", [None, 0.4, 0.4, 0.4], "sts")))  # layer 0 alone: that mean is open
+    (found,) = averages(table(measured("STS14", [None, 0.4, 0.4, 0.4], "sts")))  # no layer 0
     assert found.curve["average"].isna().tolist() == [True, False, False, False]
     assert math.isnan(found.curve["sts"][0])
     assert found.curve["clustering"][0] == pytest.approx(0.5)
     assert mean_at(found, 1) == pytest.approx((0.2 + 0.4 + 0.1 + 0.4) / 4)
 
 
-def test_no_mean_is_over_tasks_that_were_measured_differently():
+def test_tasks_measured_with_different_options_have_separate_means():
     cut = measured("STS12", [0.8, 0.6], "sts", max_tokens=128, dtype="bfloat16")
     whole = [measured("STS13", [0.2, 0.4], "sts"), measured("STS14", [0.4, 0.6], "sts")]
     usual, unusual = sorted(averages(records.frame([cut, *whole])), key=lambda each: len(each.options))
@@ -80,12 +80,12 @@ def test_no_mean_is_over_tasks_that_were_measured_differently():
     assert score_table(records.frame([cut, *whole])).set_index("task").loc["STS12", "max_tokens"] == 128
 
 
-def test_checkpoints_come_in_step_order():
+def test_checkpoints_are_in_step_order():
     found = averages(records.frame([measured("STS12", [0.1, 0.2], "sts", step=step) for step in (200, 100)]))
     assert [each.step for each in found] == [100, 200]
 
 
-def test_other_analyses_are_left_out_and_none_at_all_is_refused():
+def test_other_analyses_are_left_out_and_a_table_without_scores_is_refused():
     other = replace(measured("STS12", [1.0], "sts"), analysis="representation/STS12")
     (found,) = averages(table(other))
     assert mean_at(found, 0) == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""Rows of local files as lm-eval's definitions have them: prompts of real rows, the user's own file, wrong input."""
+"""Rows of local files become lm-eval's prompts: real rows, a file of the user, and wrong input."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +8,7 @@ from lit_layers.errors import InputError
 from lit_layers.tasks.lm_eval_scorer import LmEvalScorer, local_task
 from tests.support.benchmark_rows import write_tasks
 
-# Counts of the data folder's own README, and first rows, looked at by eye; of the others there are tests by lm-eval.
+# Row counts from the README of the data, and first rows checked by eye. lm-eval itself tests the other tasks.
 ROWS = {"lambada": 5153, "arc_challenge": 586, "arc_easy": 1188, "hellaswag": 500, "winogrande": 1267, "gsm8k": 660}
 ROWS |= {"piqa": 1838, "openbookqa": 500, "sciq": 1000, "boolq": 1500}
 FIRST = {
@@ -26,7 +26,7 @@ FIRST = {
 
 
 @pytest.mark.realdata
-def test_every_real_row_is_a_row_of_the_task_and_the_first_is_asked_like_this(realdata):
+def test_every_real_row_is_a_row_of_the_task_and_the_first_prompt_is_as_expected(realdata):
     for task, number in ROWS.items():
         local = local_task(task, realdata)
         columns = local.read([local.split], dict.fromkeys(local.text, "columns")).values

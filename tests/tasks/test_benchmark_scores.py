@@ -1,4 +1,4 @@
-"""The analysis: its records by arithmetic on the rows, what it keeps on disk, how it goes on, what it refuses."""
+"""The analysis of benchmark scores: its records, its files, how it resumes, and what it refuses."""
 
 import copy
 import json
@@ -38,8 +38,8 @@ def make(folder, tmp_path):
     return make
 
 
-def by_rows(folder, model, task, schedule, data=None):
-    """A task's values in one order, without the analysis."""
+def row_values(folder, model, task, schedule, data=None):
+    """Return the values of a task in one order of blocks, without the analysis."""
     rows = local_task(task, data or folder / "local")
     scorer = LmEvalScorer(rows, str(folder / "tokenizer"), max_length=600, max_new_tokens=8)
     with running_order(model, schedule):
@@ -51,7 +51,7 @@ def files(analysis):
 
 
 def scored(analysis, model):
-    """The records, and the variants that are scored for them and not read from their files."""
+    """Return the records, and the variants that are scored now and not read from files."""
     seen = []
     analysis.tell = seen.append
     return list(records_of(analysis, LayeredModel(model))), seen
@@ -64,7 +64,7 @@ def test_records_are_means_over_the_rows(folder, model, make):
     assert found.analysis == "intervene/arc_challenge"
     orders = {"baseline": "1 2 3 4 5 6", "skip": "1 2 6", "custom": "1 (2,3) 6", "skip_one": "1 3 4 5 6"}
     for variant, order in orders.items():
-        values = by_rows(folder, model, "arc_challenge", parse_schedule(order, BLOCKS))
+        values = row_values(folder, model, "arc_challenge", parse_schedule(order, BLOCKS))
         own = [r for r in found.records if r.tags.get("variant") == variant and r.layer in (None, 2)]
         for metric in ("task_score", "task_score_norm"):
             (record,) = [r for r in own if r.metric == metric]
@@ -81,12 +81,12 @@ def test_records_are_means_over_the_rows(folder, model, make):
     assert found.provenance["data_hash"]
 
 
-def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path):
+def test_the_normalized_score_is_the_share_of_the_lead_over_guessing_that_remains(folder, model, make, tmp_path):
     rows = [{"query": f"The boy has {n}", "choices": ["nuts", f"{n} dogs"], "label": 0} for n in range(8)]
     (tmp_path / "tasks.yaml").write_text("benchmark: {hellaswag: mine.jsonl}")
     (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
     full, skipped = (
-        [int(not hit) for hit in by_rows(folder, model, "hellaswag", order, tmp_path)["task_score"]]
+        [int(not hit) for hit in row_values(folder, model, "hellaswag", order, tmp_path)["task_score"]]
         for order in (baseline(BLOCKS), (1, 2, 6))
     )
     for num_right in (7, 5, 1):
@@ -98,7 +98,7 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path):
         (chance,) = [record for record in found.records if record.metric == "random_score"]
         left = [record for record in found.records if record.metric == "normalized_score"]
         assert chance.value == 0.5
-        if num_right < 7:  # within its standard error of chance (5 of 8: 0.125 below 0.18), and worse than chance
+        if num_right < 7:  # 5 of 8 is within its standard error of chance (0.125 < 0.18), 1 of 8 is worse than chance
             assert chance.tags == {"task": "hellaswag", "undefined": "normalized_score"}
             assert not left
             continue
@@ -108,28 +108,28 @@ def test_what_is_left_of_the_lead_over_guessing(folder, model, make, tmp_path):
         assert left[0].stderr == 0
 
 
-def test_random_orders_have_a_mean_over_their_seeds_that_is_uncertain_over_rows(folder, model, make):
+def test_random_orders_have_a_mean_over_seeds_with_an_error_over_rows(folder, model, make):
     orders = [random(BLOCKS, 0, seed=seed) for seed in (0, 1, 2)]
     options = {"variants": ("random",), "middles": (5,), "seeds": (0, 1, 2)}
     found, _ = scored(make("lambada", **options), model)
     *single, mean = [r for r in found if r.metric == "task_perplexity" and r.tags["variant"] == "random"]
-    rows = np.array([by_rows(folder, model, "lambada", order)["task_perplexity"] for order in orders])
+    rows = np.array([row_values(folder, model, "lambada", order)["task_perplexity"] for order in orders])
     expected = np.exp(-rows.mean(1))
     assert [record.value for record in single] == pytest.approx(expected)
     assert [record.tags["seed"] for record in single] == [0, 1, 2]
     assert mean.value == pytest.approx(expected.mean())
-    # the perplexities linearised in each row, averaged over seeds
+    # The perplexity of each seed is linearised in each row, then averaged over seeds.
     moves = (expected[:, None] * (rows - rows.mean(1, keepdims=True))).mean(0)
     assert mean.stderr == pytest.approx((moves @ moves / (len(moves) - 1) / len(moves)) ** 0.5)
     assert mean.tags == {"variant": "random", "middle": 5, "num_seeds": 3, "num_identical": 0, "task": "lambada"}
     found, _ = scored(make("arc_challenge", **options), model)
     (mean,) = [record for record in found if record.metric == "task_score" and "num_seeds" in record.tags]
-    rows = np.mean([by_rows(folder, model, "arc_challenge", order)["task_score"] for order in orders], axis=0)
+    rows = np.mean([row_values(folder, model, "arc_challenge", order)["task_score"] for order in orders], axis=0)
     assert mean.value == pytest.approx(rows.mean())
     assert mean.stderr == pytest.approx(rows.std(ddof=1) / len(rows) ** 0.5)
 
 
-def test_a_template_of_a_prompt_is_compiled_once_whatever_the_number_of_rows(folder, monkeypatch):
+def test_a_prompt_template_is_compiled_once_for_all_rows(folder, monkeypatch):
     from lm_eval.utils import env
 
     compiled, compile_ = [], type(env).compile
@@ -152,7 +152,7 @@ def test_equal_orders_are_scored_once(model, make):
     assert mean.tags["num_identical"] == 2
 
 
-def test_a_run_that_was_killed_goes_on_and_a_damaged_file_is_scored_again(model, make):
+def test_an_interrupted_run_resumes_and_a_damaged_file_is_scored_again(model, make):
     first = make(variants=("skip", "reverse", "parallel"))
 
     def stop(told):
@@ -174,7 +174,7 @@ def test_a_run_that_was_killed_goes_on_and_a_damaged_file_is_scored_again(model,
     assert len(said) == 1
 
 
-def test_results_of_other_weights_architectures_options_and_rows_do_not_meet(folder, model, make, tmp_path):
+def test_results_of_other_weights_architectures_options_and_rows_are_separate(folder, model, make, tmp_path):
     scored(make(), model)
     other = copy.deepcopy(model)
     other.config.layer_norm_epsilon = 0.5
@@ -189,11 +189,11 @@ def test_results_of_other_weights_architectures_options_and_rows_do_not_meet(fol
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text((folder / "tokenizer" / "tokenizer.json").read_text())
     moved = make()
-    moved.tokenizer = str(tokenizer)  # the same one elsewhere
+    moved.tokenizer = str(tokenizer)  # the same tokenizer under another path
     assert moved.tokenizer_hash() == make().tokenizer_hash()
 
 
-def test_a_file_says_what_it_holds(make):
+def test_a_file_describes_its_contents(make):
     analysis = make("gsm8k", max_new_tokens=8)
     scored(analysis, tiny_causal_model(blocks=BLOCKS, positions=128))
     found = [json.loads(path.read_text()) for path in files(analysis)]
@@ -205,7 +205,7 @@ def test_a_file_says_what_it_holds(make):
     assert set(skip["values"]) == {"task_score", "task_score_flexible"}
 
 
-def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
+def test_a_failing_variant_does_not_stop_the_others(model, make, monkeypatch):
     whole = LmEvalScorer.score
 
     def score(self, network):
@@ -229,7 +229,7 @@ def test_a_failing_variant_leaves_the_others(model, make, monkeypatch):
     assert len(said) == 1
 
 
-def test_a_failing_full_model_fails(make):
+def test_an_error_of_the_full_model_is_raised(make):
     broken = tiny_causal_model(blocks=BLOCKS)
     with torch.no_grad():
         broken.transformer.ln_f.weight.fill_(math.nan)
@@ -237,7 +237,7 @@ def test_a_failing_full_model_fails(make):
         list(records_of(make(), LayeredModel(broken)))
 
 
-def test_the_config_is_what_decides_the_numbers(make):
+def test_the_config_has_only_options_that_change_the_numbers(make):
     analysis = make()
     assert not {"results", "folder", "tell", "batch_size"} & set(analysis.config()["init_args"])
     assert make(limit=1).config_hash() != analysis.config_hash() == make(batch_size=1).config_hash()
@@ -270,7 +270,7 @@ def test_wrong_options_are_refused(folder, model, make, monkeypatch):
         make("lambada", folder=None).check(view)
 
 
-def test_rows_that_changed_meanwhile_are_refused(model, make, monkeypatch):
+def test_rows_that_change_between_variants_are_refused(model, make, monkeypatch):
     calls = iter(["a", "b"])
     whole = LmEvalScorer.score
 

@@ -1,4 +1,4 @@
-"""The embeddings of a task: what is given, in which order, and what is refused."""
+"""Embeddings of a task: their values, their order, and empty and truncated texts."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_layer_of_texts_in_any_order_is_what_one_pass_gives(model, monkeypatch):
+def test_embeddings_of_texts_in_any_order_equal_those_of_one_pass(model, monkeypatch):
     view, again = saved_model(model), [*reversed(TEXTS), *TEXTS[:3], TEXTS[0]]
     expected = text_features(view, encoded(model, TEXTS), pooling="mean")
     passes, found = Passes(monkeypatch), TaskEmbeddings(view, **embedding_of(model))
@@ -37,7 +37,7 @@ def test_every_layer_of_texts_in_any_order_is_what_one_pass_gives(model, monkeyp
         assert np.allclose(parts.embed(given, 2), expected.layer(2).numpy()[rows], atol=1e-5)
 
 
-def test_a_text_without_a_token_is_the_end_of_a_text(model):
+def test_an_empty_text_is_read_as_the_end_of_text(model):
     view = saved_model(model)
     found = TaskEmbeddings(view, **embedding_of(model))
     empty, given = found.embed(["", found.tokenizer.end_of_text], 3)

@@ -1,4 +1,4 @@
-"""Scores of layers: against evaluations of our own in float64, mteb's own, and across interruptions."""
+"""Scores of layers equal independent evaluations in float64 and those of mteb, and survive interruptions."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ Vectors = Callable[[list[str]], np.ndarray]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> tuple[Path, Path]:
-    """Data and a model."""
+    """The folders of the data and of the model."""
     root = tmp_path_factory.mktemp("mteb")
     saved_model(root / "model")
     return write_tiny_data(root / "data"), root / "model"
@@ -52,19 +52,19 @@ def home(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def scored(home, tmp_path_factory) -> Callable[[str], list[Record]]:
-    """The records of a tiny task, made when they are first asked for."""
+    """A function that returns the records of a tiny task, computed at the first call."""
     root = tmp_path_factory.mktemp("scored")
     return functools.cache(lambda name: list(records_of(task(name, *home, root), saved_model(home[1]))))
 
 
 def vectors(model: Path, layer: int) -> Vectors:
-    """Embeddings in float64, without the store."""
+    """Return a function that embeds texts in float64 without the store."""
     view = saved_model(model)
 
-    def of(texts: list[str]) -> np.ndarray:
+    def embed(texts: list[str]) -> np.ndarray:
         return text_features(view, encoded(model, list(texts)), pooling="mean").layer(layer).double().numpy()
 
-    return of
+    return embed
 
 
 def columns(data: Path, file: str, *names: str) -> list[list[Any]]:
@@ -76,10 +76,10 @@ def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return (first * second).sum(1) / np.linalg.norm(first, axis=1) / np.linalg.norm(second, axis=1)
 
 
-def classification(data: Path, of: Vectors) -> float:
+def classification(data: Path, embed: Vectors) -> float:
     texts, labels = columns(data, "banking77/train.parquet", "text", "label")
     test, truth = columns(data, "banking77/test.parquet", "text", "label")
-    train, unseen, hits, order = of(texts), of(test), [], list(range(len(texts)))
+    train, unseen, hits, order = embed(texts), embed(test), [], list(range(len(texts)))
     for _ in range(10):
         np.random.RandomState(42).shuffle(order)
         chosen = [row for label in set(labels) for row in [row for row in order if labels[row] == label][:8]]
@@ -89,19 +89,19 @@ def classification(data: Path, of: Vectors) -> float:
     return float(np.mean(hits))
 
 
-def pair_classification(data: Path, of: Vectors) -> float:
+def pair_classification(data: Path, embed: Vectors) -> float:
     first, second, labels = columns(data, "glue/mrpc_test.parquet", "sentence1", "sentence2", "label")
-    a, b, relevant = of(first), of(second), np.array(labels)
+    a, b, relevant = embed(first), embed(second), np.array(labels)
     near = [cosines(a, b), -np.abs(a - b).sum(1), -np.linalg.norm(a - b, axis=1), (a * b).sum(1)]
     return max(average_precision_score(relevant, scores.round(5)) for scores in near)
 
 
-def sts(data: Path, of: Vectors) -> float:
+def sts(data: Path, embed: Vectors) -> float:
     first, second, gold = columns(data, "glue/stsb_test.parquet", "sentence1", "sentence2", "score")
-    return float(spearmanr(gold, cosines(of(first), of(second)).round(6))[0])
+    return float(spearmanr(gold, cosines(embed(first), embed(second)).round(6))[0])
 
 
-def reranking(data: Path, of: Vectors) -> float:
+def reranking(data: Path, embed: Vectors) -> float:
     names = ("query_id", "query", "candidate", "relevant")
     rows = list(zip(*columns(data, "reranking/test.parquet", *names), strict=True))
     found = []
@@ -110,36 +110,36 @@ def reranking(data: Path, of: Vectors) -> float:
         relevant = np.array([row[3] for row in mine])
         if len(set(relevant.tolist())) < 2:
             continue
-        near = cosines(of([row[1] for row in mine]), of([row[2] for row in mine])).round(6)
+        near = cosines(embed([row[1] for row in mine]), embed([row[2] for row in mine])).round(6)
         order = sorted(range(len(mine)), key=lambda row: (-near[row], -relevant[row]))
         ranked = relevant[order]
         found.append((np.cumsum(ranked) / np.arange(1, len(ranked) + 1))[ranked == 1].mean())
     return float(np.mean(found))
 
 
-def clustering(data: Path, of: Vectors) -> float:
+def clustering(data: Path, embed: Vectors) -> float:
     found = []
     for texts, truth in zip(*columns(data, "twenty_newsgroups/sets.parquet", "sentences", "labels"), strict=True):
-        points = of(texts).astype(np.float32)
+        points = embed(texts).astype(np.float32)
         model = MiniBatchKMeans(n_clusters=3, batch_size=500, n_init="auto", random_state=42).fit(points)
         found.append(v_measure_score(truth, model.labels_))
     return float(np.mean(found))
 
 
-LONG = [
+SLOW = [
     pytest.param(name, marks=pytest.mark.soak) for name in ("Banking77Classification", "TwentyNewsgroupsClustering")
 ]
-REFERENCES = {  # the evaluation, its tolerance and how many rows are scored
+REFERENCES = {  # the evaluation, its tolerance, the number of scored rows
     "Banking77Classification": (classification, 1e-9, 30),
     "TwitterURLCorpus": (pair_classification, 1e-9, 40),
-    "STSBenchmark": (sts, 2e-3, 40),  # near ties of float32 cosines
-    "AskUbuntuDupQuestions": (reranking, 1e-5, 7),  # mteb rounds to five places
+    "STSBenchmark": (sts, 2e-3, 40),  # float32 cosines have near ties
+    "AskUbuntuDupQuestions": (reranking, 1e-5, 7),  # mteb rounds to five decimal places
     "TwentyNewsgroupsClustering": (clustering, 1e-9, 500),
 }
 
 
-@pytest.mark.parametrize("name", [*NAMES[1:4], *LONG])
-def test_a_score_is_that_of_an_evaluation_of_our_own(home, scored, name):
+@pytest.mark.parametrize("name", [*NAMES[1:4], *SLOW])
+def test_a_score_equals_that_of_an_independent_evaluation(home, scored, name):
     reference, tolerance, number = REFERENCES[name]
     found = scored(name)
     assert [(each.metric, each.layer, each.n) for each in found] == [("main_score", n, number) for n in range(4)]
@@ -150,8 +150,8 @@ def test_a_score_is_that_of_an_evaluation_of_our_own(home, scored, name):
         assert found[layer].value == pytest.approx(reference(home[0], vectors(home[1], layer)), abs=tolerance)
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_a_layer_scores_what_mteb_gives_a_new_task_and_what_it_scores_alone(home, scored, name, tmp_path):
+@pytest.mark.parametrize("name", SLOW)
+def test_a_layer_scores_as_mteb_scores_a_new_task_and_as_it_scores_alone(home, scored, name, tmp_path):
     one = task(name, *home, tmp_path)
     view = saved_model(home[1])
     embeddings = TaskEmbeddings(view, **embedding_of(home[1]))
@@ -165,7 +165,7 @@ def test_a_layer_scores_what_mteb_gives_a_new_task_and_what_it_scores_alone(home
     assert ("another draw" in said.get("difference", "")) == ("v_measures" in said["scores"])
 
 
-def test_a_task_goes_on_where_it_was_interrupted_and_makes_a_damaged_result_again(home, scored, tmp_path, monkeypatch):
+def test_an_interrupted_task_resumes_and_a_damaged_result_is_computed_again(home, scored, tmp_path, monkeypatch):
     name, evaluated, plain = "TwitterURLCorpus", [], MtebScorer.evaluate
 
     def interrupted(prepared: MtebScorer, encoder: LayerEncoder) -> dict[str, Any]:
@@ -185,16 +185,16 @@ def test_a_task_goes_on_where_it_was_interrupted_and_makes_a_damaged_result_agai
         assert evaluated == [0, 1, 2, 1, 2, 3]
 
 
-def test_other_options_never_find_the_results_of_the_first(home, tmp_path):
+def test_other_options_never_find_stored_results(home, tmp_path):
     options = [{}, {"pooling": "last"}, {"states": "normed"}, {"max_tokens": 4}, {"seed": 1}]
     for number, each in enumerate(options, 1):
         scores = list(records_of(task("TwitterURLCorpus", *home, tmp_path, layers=(1,), **each), saved_model(home[1])))
         assert len(scores) == 1
-        assert all(r.tags.keys().isdisjoint(AXES) for r in scores)  # so that pages and correlate see curves
+        assert all(r.tags.keys().isdisjoint(AXES) for r in scores)  # otherwise pages and correlate would not see curves
         assert len(list((tmp_path / "mteb").glob("*/*/*"))) == number, f"{each} found results of others"
 
 
-def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, tmp_path):
+def test_other_data_and_other_weights_never_find_stored_results(home, tmp_path):
     data, changed = write_tiny_data(tmp_path / "data"), saved_model(home[1])
     next(changed.blocks[1].parameters()).data.mul_(1.5)
 
@@ -209,7 +209,7 @@ def test_other_data_and_other_weights_never_find_the_results_of_the_first(home, 
     assert scored(saved_model(home[1])).n == (first.n or 0) - 3
 
 
-def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_where_all_are(home, scored, tmp_path):
+def test_layers_that_are_not_finite_have_no_score_and_fail_the_task_if_there_are_no_others(home, scored, tmp_path):
     view = saved_model(home[1])
     spoil_(view, 3)
     found, expected = list(records_of(task("STSBenchmark", *home, tmp_path), view)), scored("STSBenchmark")
@@ -221,13 +221,13 @@ def test_layers_whose_states_are_not_finite_have_no_score_and_fail_the_task_wher
         list(records_of(task("STSBenchmark", *home, tmp_path, layers=(3,)), view))
 
 
-def test_a_model_in_half_precision_is_scored_as_its_checkpoint_in_float32(home, tmp_path):
+def test_a_half_precision_model_is_scored_like_its_checkpoint_in_float32(home, tmp_path):
     half = saved_model(home[1]).model.to(torch.bfloat16)
     found = list(records_of(task("STSBenchmark", *home, tmp_path / "half"), LayeredModel(half)))
     assert found == list(records_of(task("STSBenchmark", *home, tmp_path / "full"), LayeredModel(half.float())))
 
 
-def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_path):
+def test_a_layer_with_an_undefined_score_has_no_record_and_is_counted(home, tmp_path):
     saved_bert(tmp_path)
     found = list(records_of(task("STSBenchmark", home[0], tmp_path, tmp_path, pooling="cls"), saved_model(tmp_path)))
     assert [record.layer for record in found] == [1, 2, 3], "at layer 0 every text has the vector of [CLS]"
@@ -238,7 +238,7 @@ def test_a_layer_without_a_defined_score_has_no_record_and_is_counted(home, tmp_
         task("STSBenchmark", home[0], tmp_path, tmp_path, max_tokens=2).check(saved_model(tmp_path))
 
 
-def test_a_task_leaves_the_random_state_alone(home, tmp_path):
+def test_a_task_does_not_change_the_random_state(home, tmp_path):
     def seeded() -> None:
         random.seed(3)
         np.random.seed(3)
@@ -253,8 +253,8 @@ def test_a_task_leaves_the_random_state_alone(home, tmp_path):
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == expected
 
 
-@pytest.mark.soak  # timm is imported for one model
-def test_options_and_models_that_do_not_fit_are_refused(home, tmp_path):
+@pytest.mark.soak  # one model imports timm
+def test_invalid_options_and_models_are_refused(home, tmp_path):
     cases = [
         ({"pooling": "max"}, "expected pooling to be one of .*'mean'.*, got 'max'"),
         ({"states": "raw"}, "expected states to be one of .*'hf'.*, got 'raw'"),
@@ -268,8 +268,8 @@ def test_options_and_models_that_do_not_fit_are_refused(home, tmp_path):
 
 
 @pytest.mark.soak
-def test_metrics_are_of_the_first_thousand_texts_of_a_published_test_split(home, tmp_path):
-    """As many rows as the published split has, of which one has no word; every text is another one."""
+def test_metrics_use_the_first_thousand_texts_of_a_published_test_split(home, tmp_path):
+    """The table has as many rows as the published split, one of them without words. All texts differ."""
     folder = write_tiny_data(tmp_path / "data")
     first, second = ([f"{name} {row} is a longer text" for row in range(1_379)] for name in ("sentence1", "sentence2"))
     first[7] = " "

@@ -1,4 +1,4 @@
-"""Tasks of linear probes: what is read, which part a row goes to, what is refused and what is counted."""
+"""Tasks of linear probes: how files are read, which split each row belongs to, and what is refused and counted."""
 
 import json
 import random
@@ -23,7 +23,7 @@ WORDS = ["card", "lost", "rate", "home", "game", "vote", "rain", "song", "mail",
 
 
 def made_rows(number: int, seed: int = 0) -> dict[str, list]:
-    """Different texts of three classes with 5 : 3 : 2 of the rows."""
+    """Return different texts of three classes with shares 5 : 3 : 2."""
     rng = random.Random(seed)
     texts = [f"{rng.choice(WORDS)} {rng.choice(WORDS)} number {row} of {seed}" for row in range(number)]
     labels = (["sport"] * 5 + ["world"] * 3 + ["art"] * 2) * (number // 10)
@@ -58,12 +58,12 @@ def refusal(task: ProbeTask, folder: Path | None = None) -> str:
 
 
 def plain(text: str) -> str:
-    """Written apart from the package: what makes texts equal."""
+    """Normalise a text independently of the package, so that equal texts compare equal."""
     return re.sub(r"\s+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
 
 
-def parts_of(data: TaskData) -> list[set[str]]:
-    """The texts of each part, which no other part has."""
+def split_texts(data: TaskData) -> list[set[str]]:
+    """Return the texts of each split, and check that no two splits share one."""
     parts = [{plain(text) for text in part.texts} for part in (data.train, data.validation, data.test)]
     assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
     return parts
@@ -72,25 +72,25 @@ def parts_of(data: TaskData) -> list[set[str]]:
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 
-def held_of(strata: list, share: float) -> Counter:
+def held_out_counts(strata: list, share: float) -> Counter:
     keys = [f"text {row}" for row in range(len(strata))]
     held = hold_out(keys, strata, share, seed=0, purpose="test")
     return Counter(stratum for stratum, each in zip(strata, held, strict=True) if each)
 
 
-def test_of_each_class_its_share_is_held_out_rounded_so_that_the_total_is_right():
-    assert held_of(["a"] * 10 + ["b"] * 20 + ["c"] * 5, 0.2) == {"a": 2, "b": 4, "c": 1}
-    # 0.6 + 2.7 + 2.7 = 6 rows: 0, 2 and 2 by rounding down, then one for each of the two largest remainders
-    assert held_of(["a"] * 2 + ["b"] * 9 + ["c"] * 9, 0.3) == {"b": 3, "c": 3}
-    assert held_of(["a"] * 9 + ["b"], 0.45)["b"] == 0, "a class lost its last row"
-    assert held_of(["a", "a", "b", "b"], 0.9) == {"a": 1, "b": 1}
+def test_a_share_of_each_class_is_held_out_and_rounding_keeps_the_total():
+    assert held_out_counts(["a"] * 10 + ["b"] * 20 + ["c"] * 5, 0.2) == {"a": 2, "b": 4, "c": 1}
+    # 0.6 + 2.7 + 2.7 = 6 rows: rounding down gives 0, 2 and 2, and the two largest remainders get one more each.
+    assert held_out_counts(["a"] * 2 + ["b"] * 9 + ["c"] * 9, 0.3) == {"b": 3, "c": 3}
+    assert held_out_counts(["a"] * 9 + ["b"], 0.45)["b"] == 0, "a class lost its last row"
+    assert held_out_counts(["a", "a", "b", "b"], 0.9) == {"a": 1, "b": 1}
     strata = random.Random(0).choices("abcdefg", k=200)
-    found, sizes = held_of(strata, 0.15), Counter(strata)
+    found, sizes = held_out_counts(strata, 0.15), Counter(strata)
     assert found.total() == 30
     assert all(abs(found[each] - 0.15 * sizes[each]) < 1 for each in sizes)
 
 
-def test_what_is_held_out_depends_on_the_texts_and_the_seed_and_not_on_the_order_of_the_rows():
+def test_held_out_rows_depend_on_the_texts_and_the_seed_and_not_on_the_order_of_rows():
     keys = [f"{word} {row}" for row in range(20) for word in WORDS]
     strata = [len(key) % 3 for key in keys]
 
@@ -107,30 +107,31 @@ def test_what_is_held_out_depends_on_the_texts_and_the_seed_and_not_on_the_order
     assert held(order, purpose="validation") != once
 
 
-def test_every_row_is_held_out_equally_often_over_the_seeds():
+def test_every_row_is_held_out_equally_often_over_seeds():
     times = Counter()
     keys, strata = [f"text {row}" for row in range(40)], ["a", "b"] * 20
     for seed in range(1000):
         held = hold_out(keys, strata, 0.25, seed=seed, purpose="test")
         times.update(row for row, each in enumerate(held) if each)
-    # 250 on average, standard deviation sqrt(1000 x 0.25 x 0.75) = 13.7
+    # The mean is 250, the standard deviation sqrt(1000 x 0.25 x 0.75) = 13.7.
     assert all(abs(times[row] - 250) < 4.5 * 13.7 for row in range(40))
 
 
-def test_texts_that_stand_more_often_than_the_share_of_a_class_are_still_held_out():
-    # Ten texts of ten rows, each of one class: a class asks for 4 rows of 20, less than half of those of a text.
+def test_texts_more_frequent_than_the_share_of_a_class_are_still_held_out():
+    # Ten texts with ten rows and one class each. A class needs 4 of its 20 rows, less than half of the rows of one
+    # text.
     strata = [label for label in "abcde" for _ in range(20)]
     keys = [f"text {row // 10}" for row in range(100)]
     assert sum(hold_out(keys, strata, 0.2, seed=0, purpose="test")) == 10
-    # Four texts of five rows: one fits into 8 rows, and two are closer to 8 than one.
+    # Four texts with five rows each: one fits into 8 rows, and two are closer to 8 than one.
     four = [f"text {row // 5}" for row in range(20)]
     assert sum(hold_out(four, ["a"] * 20, 0.4, seed=0, purpose="test")) == 10
     assert sum(hold_out(four, ["a"] * 20, 0.35, seed=0, purpose="test")) == 5
     assert not any(hold_out(["one"] * 100, strata, 0.2, seed=0, purpose="test"))
 
 
-def test_rows_drawn_are_a_part_of_more_rows_drawn_and_do_not_depend_on_the_order():
-    keys = [f"text {row % 60}" for row in range(100)]  # some stand twice
+def test_drawn_rows_are_part_of_a_larger_draw_and_do_not_depend_on_the_order():
+    keys = [f"text {row % 60}" for row in range(100)]  # some keys occur twice
     some, more = (draw(keys, number, seed=0, purpose="num_train") for number in (30, 50))
     assert len(set(some)) == 30
     assert set(some) < set(more)
@@ -140,19 +141,19 @@ def test_rows_drawn_are_a_part_of_more_rows_drawn_and_do_not_depend_on_the_order
     assert sorted(keys[order[row]] for row in again) == sorted(keys[row] for row in some)
     assert draw(keys, 30, seed=1, purpose="num_train") != some
     assert draw(keys, 200, seed=0, purpose="num_train") == list(range(100))
-    equal = ["the same"] * 50 + keys[:50]  # drawn each on its own: 10 on average, standard deviation 2
+    equal = ["the same"] * 50 + keys[:50]  # each is drawn separately: mean 10, standard deviation 2
     assert 3 <= sum(row < 50 for row in draw(equal, 20, seed=0, purpose="num_train")) <= 17
 
 
-def test_texts_are_equal_without_case_white_space_and_form():
+def test_texts_are_compared_without_case_white_space_and_unicode_form():
     assert normalised("  ﬁne\tSTRASSE \n") == normalised("Fine Straße") == "fine strasse"
     assert normalised("\uff43afe\u0301") == normalised("café") != normalised("cafe")
 
 
-# --- parts of a task --------------------------------------------------------------------------------------------------
+# --- splits of a task -------------------------------------------------------------------------------------------------
 
 
-def test_a_published_test_split_is_kept_and_validation_is_cut_off_train(tmp_path):
+def test_a_published_test_split_is_kept_and_validation_rows_come_from_train(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     data = ProbeTask("t", write_splits(tmp_path, train=train, test=test)).load()
     names = ("art", "sport", "world")
@@ -172,7 +173,7 @@ def test_a_published_test_split_is_kept_and_validation_is_cut_off_train(tmp_path
     assert sorted(both.rows) == list(range(100))
 
 
-def test_without_a_test_split_a_share_of_train_is_cut_off(tmp_path):
+def test_without_a_test_split_a_share_of_train_becomes_the_test_split(tmp_path):
     source = write(tmp_path / "all.csv", made_rows(200))
     data = ProbeTask("t", source, test=None).load()
     assert (len(data.train), len(data.validation), len(data.test)) == (112, 28, 60)
@@ -182,7 +183,7 @@ def test_without_a_test_split_a_share_of_train_is_cut_off(tmp_path):
     assert (len(fewer.train), len(fewer.validation), len(fewer.test)) == (90, 90, 20)
 
 
-def test_a_training_row_whose_text_is_a_test_text_is_left_out_and_counted(tmp_path):
+def test_a_training_row_with_the_text_of_a_test_row_is_left_out_and_counted(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     for row, text in ((3, test["text"][0].upper()), (4, f"  {test['text'][0]}"), (50, test["text"][9])):
         train["text"][row] = text
@@ -198,18 +199,18 @@ def test_a_training_row_whose_text_is_a_test_text_is_left_out_and_counted(tmp_pa
     assert set(own.train.rows) == set(range(100)) - {3, 4, 50, 60, 61}
 
 
-def test_no_text_is_in_two_parts(tmp_path):
+def test_no_text_is_in_two_splits(tmp_path):
     rows = made_rows(200)
     for row in range(0, 120, 2):
         rows["text"][row + 1] = rows["text"][row].title()
     folder = write_splits(tmp_path, train=rows, test=made_rows(10, seed=5))
     for test in ("test", None):
         data = ProbeTask("t", folder, test=test).load()
-        parts = parts_of(data)
+        parts = split_texts(data)
         assert sum(map(len, parts)) < len(data.train) + len(data.validation) + len(data.test)
 
 
-def test_random_rows_are_drawn_after_duplicates_are_left_out_and_fewer_are_a_part_of_more(tmp_path):
+def test_random_rows_are_drawn_after_duplicates_are_removed_and_fewer_are_part_of_more(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     train["text"][:10] = test["text"][:10]
     folder = write_splits(tmp_path, train=train, test=test)
@@ -228,7 +229,7 @@ def test_random_rows_are_drawn_after_duplicates_are_left_out_and_fewer_are_a_par
 
 
 def test_a_balanced_task_has_equally_many_rows_of_each_class(tmp_path):
-    source = write(tmp_path / "all.parquet", made_rows(500))  # 100 of the rarest class
+    source = write(tmp_path / "all.parquet", made_rows(500))  # 100 rows of the rarest class
     data = ProbeTask("t", source, test=None, balance=100).load()
     assert data.test.targets.bincount().tolist() == [30, 30, 30]
     assert data.validation.targets.bincount().tolist() == [14, 14, 14]
@@ -238,7 +239,7 @@ def test_a_balanced_task_has_equally_many_rows_of_each_class(tmp_path):
     )
 
 
-def test_what_conflicts_and_what_no_probe_has_seen_is_counted_and_kept(tmp_path):
+def test_conflicting_labels_and_test_classes_without_training_rows_are_counted_and_kept(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
     train["text"][:5] = ["same text", "Same  text", "SAME TEXT", "other", "other"]
     train["label"][:5] = ["art", "world", "art", "sport", "sport"]
@@ -259,10 +260,10 @@ def test_rows_without_text_are_left_out_and_counted(tmp_path):
     assert not {7, 8} & set(data.train_and_validation().rows)
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- reading files ----------------------------------------------------------------------------------------------------
 
 
-def test_parquet_csv_and_jsonl_hold_the_same_task(tmp_path):
+def test_parquet_csv_and_jsonl_give_the_same_task(tmp_path):
     rows, test = made_rows(100), made_rows(20, seed=1)
     rows["text"][:3] = ["a, b\nand “c”", 'say "no"', "NA"]
     rows["text"][3] = "17"
@@ -275,7 +276,7 @@ def test_parquet_csv_and_jsonl_hold_the_same_task(tmp_path):
     assert {*rows["text"]} == {*found[1].train_and_validation().texts}
 
 
-def test_cells_of_a_csv_are_labels_and_texts_as_they_are_written_but_for_numbers(tmp_path):
+def test_cells_of_a_csv_are_read_as_written_except_numbers_of_a_regression(tmp_path):
     codes, values = tmp_path / "codes.csv", tmp_path / "values.csv"
     codes.write_text("text,label,q,costs\n" + "".join(f"text {n},{['01', '1'][n % 2]},007,0.50\n" for n in range(60)))
     data = ProbeTask("t", str(codes), text="{text} {q} costs {costs}", test=None).load()
@@ -290,13 +291,13 @@ def test_cells_of_a_csv_are_labels_and_texts_as_they_are_written_but_for_numbers
 
 
 def test_a_large_csv_may_have_line_ends_in_its_texts(tmp_path):
-    texts = [f"{row}\n" + "a line, and\nanother\n" * 100 for row in range(1000)]  # 2 MB: read in several pieces
+    texts = [f"{row}\n" + "a line, and\nanother\n" * 100 for row in range(1000)]  # 2 MB: read in several blocks
     data = ProbeTask("t", write(tmp_path / "all.csv", {"text": texts, "label": [0, 1] * 500}), test=None).load()
     assert [texts[row] for row in data.test.rows] == list(data.test.texts)
     assert len(data.train_and_validation()) == 700
 
 
-def test_blank_lines_and_halves_of_characters_in_jsonl_are_no_rows_and_no_obstacle(tmp_path):
+def test_blank_lines_and_half_surrogate_pairs_in_jsonl_are_accepted(tmp_path):
     path = tmp_path / "all.jsonl"
     lines = [json.dumps({"text": f"{row} \ud83d", "label": row % 2}) for row in range(20)]
     path.write_text("\n\n".join(lines) + "\n \n", encoding="utf-8")
@@ -305,13 +306,13 @@ def test_blank_lines_and_halves_of_characters_in_jsonl_are_no_rows_and_no_obstac
     assert data.test.texts == tuple(f"{row} ?" for row in data.test.rows)
 
 
-def test_a_source_may_be_a_folder_a_file_or_a_pattern(tmp_path):
+def test_a_source_is_a_folder_a_file_or_a_pattern(tmp_path):
     rows, test = made_rows(100), made_rows(20, seed=1)
     write(tmp_path / "x_train.csv", rows)
     write(tmp_path / "x_test.csv", test)
     folder = write_splits(tmp_path / "folder", train=rows, test=test)
-    by_pattern, by_folder = (ProbeTask("t", source).load() for source in (str(tmp_path / "x_{split}.csv"), folder))
-    assert by_pattern.content_hash() == by_folder.content_hash()
+    pattern_data, folder_data = (ProbeTask("t", source).load() for source in (str(tmp_path / "x_{split}.csv"), folder))
+    assert pattern_data.content_hash() == folder_data.content_hash()
     joined = ProbeTask("t", folder, train=["train", "test"], test=None).load()
     numbers = joined.train.rows + joined.validation.rows + joined.test.rows
     assert sorted(numbers) == list(range(120))
@@ -319,15 +320,15 @@ def test_a_source_may_be_a_folder_a_file_or_a_pattern(tmp_path):
     assert [texts[row] for row in joined.test.rows] == list(joined.test.texts)
 
 
-def test_a_text_can_be_put_together_from_columns(tmp_path):
+def test_a_text_can_be_composed_from_columns(tmp_path):
     rows = made_rows(100) | {"choices": [[f"yes {row}", f"no {row}"] for row in range(100)]}
     source = write(tmp_path / "all.jsonl", rows)
     data = ProbeTask("t", source, text="{text}? A. {choices[0]}, B. {choices[1]}.", test=None).load()
     row = data.train.rows[0]
-    assert data.train.texts[0] == f"{rows['text'][row]}? A. yes {row}, B. no {row}."  # the last braces hold no column
+    assert data.train.texts[0] == f"{rows['text'][row]}? A. yes {row}, B. no {row}."  # the last braces name no column
 
 
-def test_only_the_rows_asked_for_are_used(tmp_path):
+def test_only_the_requested_rows_are_used(tmp_path):
     rows = made_rows(100) | {"year": [2000 + row % 4 for row in range(100)]}
     source = write(tmp_path / "all.parquet", rows)
     data = ProbeTask("t", source, test=None, where={"year": [2001, 2003], "label": ["art", "sport"]}).load()
@@ -338,7 +339,7 @@ def test_only_the_rows_asked_for_are_used(tmp_path):
 
 def test_labels_are_integers_or_names(tmp_path):
     three = ("no", "maybe", "yes")
-    cases = [  # three labels, the classes given, the names, and the number of each label
+    cases = [  # three labels, the `classes` option, the names, the index of each label
         ([10, 2, 7], None, ("2", "7", "10"), [2, 0, 1]),
         (["b", "c", "a"], None, ("a", "b", "c"), [1, 2, 0]),
         ([2.0, 0.0, 1.0], three, three, [2, 0, 1]),
@@ -352,7 +353,7 @@ def test_labels_are_integers_or_names(tmp_path):
         assert data.train.targets.tolist() == [numbers[row % 3] for row in data.train.rows], labels
 
 
-def test_a_regression_has_numbers_and_is_cut_value_by_value_if_they_are_few(tmp_path):
+def test_a_regression_has_numbers_and_is_split_value_by_value_if_few_differ(tmp_path):
     texts = made_rows(200)["text"]
     stars = [0, 1, 2, 3, 4] * 40
     few = write(tmp_path / "few.parquet", {"text": texts, "stars": stars})
@@ -368,21 +369,21 @@ def test_a_regression_has_numbers_and_is_cut_value_by_value_if_they_are_few(tmp_
     assert data.test.targets.tolist() == [row / 7 for row in data.test.rows]
 
 
-def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
+def test_the_hash_depends_on_texts_targets_and_splits(tmp_path):
     train, test = made_rows(100), made_rows(20, seed=1)
 
-    def hash_of(name: str = "t", train=train, test=test, **options) -> str:
+    def digest(name: str = "t", train=train, test=test, **options) -> str:
         folder = write_splits(tmp_path / str(random.random()), train=train, test=test)
         return ProbeTask(name, folder, **options).load().content_hash()
 
-    assert hash_of() == hash_of() == hash_of("other name") == hash_of(classes=("art", "sport", "world"))
+    assert digest() == digest() == digest("other name") == digest(classes=("art", "sport", "world"))
     text, label = ({name: list(values) for name, values in test.items()} for _ in range(2))
     text["text"][3] += "!"
     label["label"][0] = "art" if label["label"][0] != "art" else "sport"
-    others = [hash_of(test=text), hash_of(test=label), hash_of(seed=1), hash_of(validation_share=0.1)]
-    others += [hash_of(num_test=19), hash_of(classes=("art", "sport", "world", "more"))]
-    assert len({hash_of(), *others}) == 7
-    assert re.fullmatch("[0-9a-f]{16}", hash_of())
+    others = [digest(test=text), digest(test=label), digest(seed=1), digest(validation_share=0.1)]
+    others += [digest(num_test=19), digest(classes=("art", "sport", "world", "more"))]
+    assert len({digest(), *others}) == 7
+    assert re.fullmatch("[0-9a-f]{16}", digest())
     one, two = (TaskSplit((text,), torch.tensor([target]), (target,)) for target, text in enumerate("ab"))
     moved = [
         TaskData("t", "classification", *parts, ("x", "y")) for parts in ((one + two, one, two), (one, two + one, two))
@@ -393,7 +394,7 @@ def test_the_hash_is_that_of_texts_targets_and_parts(tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_options_that_cannot_be_are_refused_before_anything_is_read():
+def test_invalid_options_are_refused_before_anything_is_read():
     cases = [
         ({"test_share": 1.0}, "task t: test_share: expected less than 1, got 1.0"),
         ({"validation_share": 0.0}, "task t: validation_share: expected more than 0, got 0.0"),
@@ -407,7 +408,7 @@ def test_options_that_cannot_be_are_refused_before_anything_is_read():
                 refuse()
 
 
-def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
+def test_invalid_labels_are_refused_with_their_row(tmp_path):
     missing = "task t: label: row 2 of FILE has no value in column 'label'"
     numbers, classes = {"kind": "regression"}, {"classes": ("no", "yes")}
     cases = [
@@ -431,7 +432,7 @@ def test_labels_that_are_none_are_refused_with_their_row(tmp_path):
         assert sentence in refusal(ProbeTask("t", source, test=None, **options)).replace(source, "FILE")
 
 
-def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sentence(tmp_path, monkeypatch):
+def test_missing_or_damaged_files_splits_columns_and_rows_are_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_splits(tmp_path / "set", train=made_rows(20), test=made_rows(20, seed=1))
     write_splits(tmp_path / "same", train=made_rows(20), test=made_rows(20))
@@ -476,20 +477,20 @@ def test_files_splits_columns_and_rows_that_are_missing_or_damaged_are_one_sente
         assert sentence in found
 
 
-def test_a_task_without_a_copy_is_refused(tmp_path):
+def test_a_task_without_a_local_copy_is_refused(tmp_path):
     write_mapping(tmp_path)
     assert refusal(TASKS["trec"], tmp_path).startswith(f"folder: {tmp_path}/tasks.yaml has no probe 'trec', it has ")
     assert refusal(TASKS["sst2"], tmp_path) == (
         f"task sst2: source: expected the split 'train' in {tmp_path}/glue/sst2_train.parquet, there is no such file"
     )
     own = write(tmp_path / "own.csv", made_rows(20))
-    assert len(ProbeTask("t", own, test=None).load(str(tmp_path)).test) == 6  # files of its own are read as ever
+    assert len(ProbeTask("t", own, test=None).load(str(tmp_path)).test) == 6  # own files need no copy
 
 
 # --- the Hub, the catalogue, recipes ----------------------------------------------------------------------------------
 
 
-def test_without_a_folder_the_splits_of_the_hub_are_asked_for_and_its_class_names_taken(monkeypatch):
+def test_without_a_folder_the_splits_and_class_names_of_the_hub_are_used(monkeypatch):
     import datasets
 
     asked, rows = [], made_rows(60)
@@ -525,7 +526,7 @@ def test_without_a_folder_the_splits_of_the_hub_are_asked_for_and_its_class_name
     )
 
 
-def test_the_catalogue_holds_the_tasks_of_the_paper_and_every_row_is_a_task():
+def test_the_catalogue_has_the_tasks_of_the_paper_and_every_row_is_a_task():
     assert {"banking77", "ag_news", "tweet_sentiment", "yelp", "mmlu_humanities"} < set(TASKS)
     for name, task in TASKS.items():
         assert task.name == name
@@ -544,7 +545,7 @@ def test_the_page_of_tasks_lists_the_catalogue():
 
 # --- real data --------------------------------------------------------------------------------------------------------
 
-# Rows of (train, validation, test) as the sets' own pages count them, and the number of classes; None: a regression.
+# Rows of (train, validation, test) from the pages of the data sets, and the number of classes.
 PUBLISHED = {
     "banking77": (10_003, 0, 3_080, 77),
     "ag_news": (8_000, 0, 7_600, 4),
@@ -569,9 +570,9 @@ def loaded(realdata):
     return load
 
 
-def check_parts(data: TaskData) -> None:
-    """No text on two sides, every class everywhere."""
-    assert all(all(part) for part in parts_of(data))
+def check_splits(data: TaskData) -> None:
+    """Check that no text is in two splits, and that every class is in every split."""
+    assert all(all(part) for part in split_texts(data))
     assert data.num_unseen_test_rows == 0
     if data.classes is not None:
         for part in (data.train, data.validation, data.test):
@@ -580,44 +581,44 @@ def check_parts(data: TaskData) -> None:
 
 @pytest.mark.soak
 @pytest.mark.realdata
-def test_a_published_set_is_read_whole_but_for_texts_of_its_test(loaded, realdata):
+def test_a_published_data_set_is_read_completely_except_for_texts_of_its_test_split(loaded, realdata):
     for name in PUBLISHED:
         check_published(name, loaded(name), realdata)
-    data = loaded("tweet_sentiment")  # with the sizes of the paper
+    data = loaded("tweet_sentiment")  # the sizes in the paper
     assert (len(data.train_and_validation()), len(data.test)) == (10_223, 4_382)
     assert data.classes == ("negative", "positive")
-    check_parts(data)
+    check_splits(data)
 
 
 def check_published(name: str, data: TaskData, realdata: Path) -> None:
-    """Every row is in a part, or counted as a text of another part, or as one without words."""
+    """Check that every row is in a split, or is counted as a duplicate or as empty."""
     (*numbers, num_classes), task = PUBLISHED[name], TASKS[name]
     pattern, texts = str(realdata / str(mapped_files("probe")[name].files)), []
     for split, number in zip((task.train, task.validation, task.test), numbers, strict=True):
         rows = pq.read_table(pattern.replace("{split}", str(split)))[task.text].to_pylist() if number else []
         assert len(rows) == number, (name, split)
         texts.append([plain(text) for text in rows])
-    of_test = {*texts[2]}
+    test_texts = {*texts[2]}
     assert data.num_empty == sum(not text for part in texts for text in part), name
     kept = len(data.train) + len(data.validation) + len(data.test)
     assert kept + data.num_duplicates + data.num_validation_duplicates + data.num_empty == sum(numbers), name
-    assert data.num_duplicates == sum(bool(text) and text in of_test for text in texts[0] + texts[1]), name
+    assert data.num_duplicates == sum(bool(text) and text in test_texts for text in texts[0] + texts[1]), name
     assert len(data.classes or ()) == num_classes, name
-    check_parts(data)
+    check_splits(data)
 
 
 @pytest.mark.realdata
 def test_yelp_has_equally_many_reviews_of_each_star(loaded):
     data = loaded("yelp")
-    # 435 + 419 reviews with two stars are the fewest; the paper has 2,000 of each: 7,000 to train and 3,000 to test
+    # Two stars are rarest, with 435 + 419 reviews. The paper has 2,000 of each: 7,000 for training, 3,000 for testing.
     both, test = (Counter(part.targets.tolist()) for part in (data.train_and_validation(), data.test))
     assert both + test == dict.fromkeys([1.0, 2.0, 3.0, 4.0, 5.0], 854)
     assert set(test.values()) <= {256, 257}
-    check_parts(data)
+    check_splits(data)
 
 
 @pytest.mark.realdata
-def test_mmlu_humanities_asks_the_questions_of_the_thirteen_subjects(loaded, realdata):
+def test_mmlu_humanities_has_the_questions_of_the_thirteen_subjects(loaded, realdata):
     data = loaded("mmlu_humanities")
     rows = pq.read_table(realdata / "benchmarks" / "mmlu_test.parquet").to_pylist()
     humanities = {number for number, row in enumerate(rows) if row["category"] == "humanities"}
@@ -629,4 +630,4 @@ def test_mmlu_humanities_asks_the_questions_of_the_thirteen_subjects(loaded, rea
     assert data.test.texts[0] == f"question: {first['question']} answer: A. {a}, B. {b}, C. {c}, D. {d}"
     assert [rows[number]["label"] for number in data.test.rows] == data.test.targets.tolist()
     assert data.classes == ("A", "B", "C", "D")
-    check_parts(data)
+    check_splits(data)

@@ -1,4 +1,4 @@
-"""Sentence encoders: what their files say, and vectors and scores against sentence-transformers and by hand."""
+"""Sentence encoders: reading their files, and vectors and scores compared with sentence-transformers."""
 
 import functools
 import json
@@ -25,16 +25,16 @@ from tests.tasks.tiny_tasks import embedding_of, saved_model, task, write_tiny_d
 TEXTS = [text for text, _ in labelled(12)] + ["a merry song"]
 PROMPTS = {"query": "Who sang ", "document": "they heard ", "Banking77Classification": "a song "}
 CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-OF = "sentence_transformers.models."
+ST = "sentence_transformers.models."
 
 
 def write_encoder(folder: Path, *, pooling: Any = CLS, normalize: bool = True, **files: Any) -> Path:
-    """The files of sentence-transformers beside a model; other files by their names, without .json."""
+    """Write the files of sentence-transformers next to a model. Other files are named without .json."""
     kinds = ["Transformer", "Pooling", "Normalize"][: 3 if normalize else 2]
-    places = ["", "1_Pooling", "2_Normalize"]
+    folders = ["", "1_Pooling", "2_Normalize"]
     modules = [
-        {"idx": n, "name": str(n), "path": place, "type": OF + kind}
-        for n, (kind, place) in enumerate(zip(kinds, places, strict=False))
+        {"idx": n, "name": str(n), "path": path, "type": ST + kind}
+        for n, (kind, path) in enumerate(zip(kinds, folders, strict=False))
     ]
     (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **pooling}))
@@ -44,13 +44,13 @@ def write_encoder(folder: Path, *, pooling: Any = CLS, normalize: bool = True, *
     return folder
 
 
-def encoder_in(folder: Path) -> SentenceEncoder | None:
+def read_encoder(folder: Path) -> SentenceEncoder | None:
     return sentence_encoder(FolderSource(folder).read)
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory) -> Path:
-    """Of [CLS], with length 1, with prompts and at most 8 tokens."""
+    """An encoder with [CLS] pooling, unit length, prompts and at most 8 tokens."""
     folder = tmp_path_factory.mktemp("bert")
     saved_bert(folder)
     about = {"prompts": PROMPTS, "default_prompt_name": None}
@@ -59,14 +59,14 @@ def bert(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> Path:
-    """Of the last token, not of length 1."""
+    """An encoder with last-token pooling and without normalisation."""
     folder = tmp_path_factory.mktemp("gpt2")
     saved_gpt2(folder)
     return write_encoder(folder, pooling={"pooling_mode": "lasttoken"}, normalize=False)
 
 
-def test_the_files_of_a_model_say_how_it_encodes(tmp_path):
-    assert encoder_in(tmp_path) is None, "a model without modules says nothing"
+def test_the_files_of_a_model_define_how_it_encodes(tmp_path):
+    assert read_encoder(tmp_path) is None, "a model without modules says nothing"
     lower = {"max_seq_length": 9, "do_lower_case": True}
     dot = {"prompts": {"query": "q: ", "document": ""}, "similarity_fn_name": "dot"}
     cls = SentenceEncoder("cls", normalizes=True)
@@ -85,10 +85,10 @@ def test_the_files_of_a_model_say_how_it_encodes(tmp_path):
         ({"config_sentence_transformers": dot}, replace(cls, similarity="dot", prompts=(("query", "q: "),))),
     ]
     for number, (files, expected) in enumerate(cases):
-        assert encoder_in(write_encoder(tmp_path / str(number), **files)) == expected, files
+        assert read_encoder(write_encoder(tmp_path / str(number), **files)) == expected, files
 
 
-def test_without_the_hub_a_file_that_is_not_in_the_cache_is_taken_as_not_there(tmp_path, monkeypatch):
+def test_a_file_that_is_not_cached_is_treated_as_missing_without_the_hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     model = tmp_path / "hub" / "org" / "tiny" / "main"
@@ -105,17 +105,17 @@ def test_without_the_hub_a_file_that_is_not_in_the_cache_is_taken_as_not_there(t
         assert sentence_encoder(OneModel("org/tiny").checkpoints[0].source.read) == SentenceEncoder("cls", True)
 
 
-NORMALIZE = {"type": OF + "Normalize", "path": "2_Normalize"}
-FIRST = [{"type": OF + "Transformer", "path": ""}, {"type": OF + "Pooling", "path": "1_Pooling"}]
+NORMALIZE = {"type": ST + "Normalize", "path": "2_Normalize"}
+FIRST = [{"type": ST + "Transformer", "path": ""}, {"type": ST + "Pooling", "path": "1_Pooling"}]
 
 
-def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path):
+def test_unsupported_modules_are_refused_in_one_sentence(tmp_path):
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"modules": [*FIRST, {"type": OF + "Dense", "path": "x"}]}, f"got {OF}Transformer, {OF}Pooling, {OF}Dense"),
+        ({"modules": [*FIRST, {"type": ST + "Dense", "path": "x"}]}, f"got {ST}Transformer, {ST}Pooling, {ST}Dense"),
         ({"modules": [{"type": "custom_st.Transformer", "path": ""}, FIRST[1]]}, "got custom_st.Transformer, sentence"),
         ({"modules": []}, "Pooling, and perhaps Normalize, got nothing"),
-        ({"modules": [FIRST[1]]}, f"and perhaps Normalize, got {OF}Pooling: with"),
-        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, f"{OF}Normalize, sentence_transformers"),
+        ({"modules": [FIRST[1]]}, f"and perhaps Normalize, got {ST}Pooling: with"),
+        ({"modules": [*FIRST, NORMALIZE, NORMALIZE]}, f"{ST}Normalize, sentence_transformers"),
         ({"modules": [FIRST[0], {**FIRST[1], "path": "7"}]}, "modules.json names 7/config.json, which is not there"),
         ({"modules": {"0": 1}}, "modules.json: Input should be a valid array, got {'0': 1}; download or"),
         ({"modules": [{"path": ""}]}, "modules.json: 0.type: Field required"),
@@ -126,12 +126,12 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(tmp_path):
     ]
     for number, (files, sentence) in enumerate(cases):
         with pytest.raises(InputError) as refusal:
-            encoder_in(write_encoder(tmp_path / str(number), **files))
+            read_encoder(write_encoder(tmp_path / str(number), **files))
         assert sentence in str(refusal.value)
         assert "with --modules none pooled states are taken as they are" in str(refusal.value)
     (tmp_path / "0" / "modules.json").write_text("[{")
     with pytest.raises(InputError, match=r"modules.json: not valid JSON \(.*\); download or save the model again"):
-        encoder_in(tmp_path / "0")
+        read_encoder(tmp_path / "0")
 
 
 @functools.cache
@@ -141,8 +141,8 @@ def reference(folder: Path) -> tuple[Any, Any]:
     return AutoModel.from_pretrained(folder, dtype=torch.float64), AutoTokenizer.from_pretrained(folder)
 
 
-def states_of(folder: Path, text: str, most: int) -> list[np.ndarray]:
-    """States (tokens, dim) of every layer in float64, of a text that passes alone; the last after the final norm."""
+def text_states(folder: Path, text: str, most: int) -> list[np.ndarray]:
+    """Return states (tokens, dim) of every layer in float64 for a single text. The last is after the final norm."""
     model, tokenizer = reference(folder)
     ids = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")
     with torch.no_grad():
@@ -150,40 +150,40 @@ def states_of(folder: Path, text: str, most: int) -> list[np.ndarray]:
 
 
 class Meta:
-    """What mteb says of a task to an encoder."""
+    """Metadata of a task that mteb gives to an encoder."""
 
     name, type = "STSBenchmark", "STS"
 
 
 def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: Any = "last", **asked: Any) -> Any:
-    """What mteb is handed of a layer."""
-    said: Any = encoder_in(folder)
+    """Return the vectors of a layer that mteb receives."""
+    said: Any = read_encoder(folder)
     one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
-    how = embedding_of(
+    settings = embedding_of(
         folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last_pooling=said.pooling
     )
-    embeddings = TaskEmbeddings(view, **how)
+    embeddings = TaskEmbeddings(view, **settings)
     encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
     return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
 
 
-def test_vectors_are_pooled_and_normalised_as_the_model_says(bert, tmp_path):
+def test_vectors_are_pooled_and_normalised_as_the_model_defines(bert, tmp_path):
     for modules, layer in (("last", 3), ("last", 1), ("all", 1)):
-        states = [states_of(bert, text, 8)[layer] for text in TEXTS]
+        states = [text_states(bert, text, 8)[layer] for text in TEXTS]
         follows = modules == "all" or layer == 3
         expected = np.stack([each[0] / np.linalg.norm(each[0]) if follows else each.mean(0) for each in states])
         np.testing.assert_allclose(vectors(bert, tmp_path, layer, modules=modules), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_last_layer_is_taken_after_the_final_norm_and_others_as_the_block_leaves_them(gpt2, tmp_path):
-    states = [states_of(gpt2, text, 32) for text in TEXTS]
+def test_the_last_layer_is_read_after_the_final_norm_and_others_as_block_outputs(gpt2, tmp_path):
+    states = [text_states(gpt2, text, 32) for text in TEXTS]
     last = np.stack([each[3][-1] for each in states])
     np.testing.assert_allclose(vectors(gpt2, tmp_path, 3), last, rtol=1e-3, atol=1e-3)
     second = np.stack([each[2].mean(0) for each in states])
     np.testing.assert_allclose(vectors(gpt2, tmp_path, 2), second, rtol=1e-3, atol=1e-3)
 
 
-def test_prompts_stand_before_texts_as_mteb_chooses_them(bert, tmp_path):
+def test_prompts_that_mteb_selects_come_before_the_texts(bert, tmp_path):
     from mteb.types import PromptType
 
     class Intents:
@@ -192,9 +192,9 @@ def test_prompts_stand_before_texts_as_mteb_chooses_them(bert, tmp_path):
     cases = [(Meta, PromptType.query, "query"), (Meta, PromptType.document, "document"), (Intents, None, Intents.name)]
     for meta, kind, prompt in cases:
         given = vectors(bert, tmp_path, 3, meta=meta, prompt_type=kind)
-        first = states_of(bert, PROMPTS[prompt] + TEXTS[0], 8)[3][0]
+        first = text_states(bert, PROMPTS[prompt] + TEXTS[0], 8)[3][0]
         np.testing.assert_allclose(given[0], first / np.linalg.norm(first), rtol=1e-4, atol=1e-5)
-    assert encoder_in(bert).text("Song", None) == "Song"  # pyright: ignore[reportOptionalMemberAccess]
+    assert read_encoder(bert).text("Song", None) == "Song"  # pyright: ignore[reportOptionalMemberAccess]
     lower = SentenceEncoder("mean", lowercases=True, prompts=(("a", "To "),), default_prompt="a")
     assert [lower.text("Song", None), lower.text("Song", "query")] == ["to song", "song"]
 
@@ -210,7 +210,7 @@ def home(gpt2) -> Path:
     return gpt2
 
 
-def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_path, capsys, monkeypatch):
+def test_the_command_uses_the_modules_at_the_last_layer_and_reports_it(home, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     assert mteb(home, tmp_path, "--layers", "2,3") == 0
     assert "(mean, hf, modules last at the last layer), mean of 1: " in capsys.readouterr().out
@@ -231,8 +231,8 @@ def test_the_command_follows_the_model_at_its_last_layer_and_says_so(home, tmp_p
 @pytest.mark.filterwarnings("ignore:The fill_missing parameter is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The `get_sentence_embedding_dimension` method:FutureWarning")
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_vectors_and_scores_are_those_of_sentence_transformers(name, tmp_path, request):
-    """Its own model, and mteb's own way of asking it, on tasks with and without prompts for questions."""
+def test_vectors_and_scores_equal_those_of_sentence_transformers(name, tmp_path, request):
+    """Compare with its model, wrapped by mteb, on tasks with and without prompts for queries."""
     from mteb.models import SentenceTransformerEncoderWrapper
     from sentence_transformers import SentenceTransformer
 
@@ -243,7 +243,7 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(name, tmp_path, r
     np.testing.assert_allclose(vectors(folder, tmp_path, 3), theirs.encode(TEXTS), rtol=1e-4, atol=1e-4)
     view = saved_model(folder)
     for each in ("Banking77Classification", "AskUbuntuDupQuestions", "TwitterURLCorpus"):
-        one = task(each, data, folder, tmp_path, encoder=encoder_in(folder), layers=(3,))
+        one = task(each, data, folder, tmp_path, encoder=read_encoder(folder), layers=(3,))
         (record,) = records_of(one, view)
         official = open_task(one.task, seed=42)
         wrapped: Any = SentenceTransformerEncoderWrapper(theirs)

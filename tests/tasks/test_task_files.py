@@ -1,4 +1,4 @@
-"""Where a folder of local data has each task: what its `tasks.yaml` may say, and the one catalogue behind all of it."""
+"""Files of each task in a local folder: the entries of `tasks.yaml`, and the catalogue of tasks."""
 
 import json
 import os
@@ -25,8 +25,8 @@ from lit_layers.tasks.catalogue import (
 from lit_layers.tasks.task_files import local_copies, local_copy
 
 
-def exchange(path: Path, content: bytes) -> None:
-    """As `cp --preserve` or an archive puts it there; or any writer within one tick of the clock of a file system."""
+def replace_keeping_time(path: Path, content: bytes) -> None:
+    """Replace a file by one of equal size and time, as `cp --preserve`, an archive or a very fast writer does."""
     before, other = path.stat(), path.with_name("other")
     other.write_bytes(content)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -39,7 +39,7 @@ def write(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_columns_are_renamed_rows_chosen_and_files_joined(tmp_path):
+def test_columns_are_renamed_rows_selected_and_files_joined(tmp_path):
     for number in (1, 2):
         columns = {"a": [f"{number}{row}" for row in range(4)], "year": [2012, 2013, 2013, 2012], "score": [1.0] * 4}
         pq.write_table(pa.table(columns), tmp_path / f"part{number}.parquet")
@@ -66,11 +66,11 @@ def test_a_mapping_that_changes_is_read_again(tmp_path):
     (tmp_path / "tasks.yaml").unlink()
     write(tmp_path, "probe: {sst2: 'longer_{split}.csv'}")
     assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "longer_test.csv"]
-    exchange(tmp_path / "tasks.yaml", b"probe: {sst2: 'others_{split}.csv'}")
+    replace_keeping_time(tmp_path / "tasks.yaml", b"probe: {sst2: 'others_{split}.csv'}")
     assert local_copy("probe", "sst2", tmp_path).paths("test") == [tmp_path / "others_test.csv"]
 
 
-def test_what_a_mapping_cannot_say_is_refused(tmp_path):
+def test_invalid_mappings_are_refused(tmp_path):
     with pytest.raises(InputError, match="folder: expected a file tasks.yaml in .*, there is none"):
         local_copy("probe", "sst2", tmp_path)
     expected = "tasks.yaml: probe.sst2: expected a path, or files "
@@ -96,21 +96,21 @@ def test_a_mapping_may_name_every_task_of_the_catalogue(tmp_path):
     names: dict[Any, list[str]] = {}
     for task in CATALOGUE:
         names.setdefault(task.use, []).append(task.name)
-    write(tmp_path, json.dumps({use: dict.fromkeys(of_use, "a.csv") for use, of_use in names.items()}))
+    write(tmp_path, json.dumps({use: dict.fromkeys(names_of_use, "a.csv") for use, names_of_use in names.items()}))
     assert {use: [*local_copies(use, tmp_path)] for use in names} == names
 
 
-def rows_of(folder: Path, name: str, entry: str) -> Path:
-    """A folder with twenty labelled lines in the columns words and mood, of two years."""
+def write_rows(folder: Path, name: str, entry: str) -> Path:
+    """Write a folder with twenty labelled lines of two years, in the columns words and mood."""
     lines = [f"line {row},{row % 2},{2012 + row // 10}" for row in range(20)]
     (folder / f"{name}.csv").write_text("\n".join(["words,mood,year", *lines]))
     return write(folder, entry)
 
 
-def test_every_key_of_an_entry_counts_for_every_use(tmp_path):
+def test_every_key_of_an_entry_applies_to_every_use(tmp_path):
     files, columns = "{train: all.csv, validation: all.csv}", "{sentence: words, label: mood}"
     entry = f"{{files: {files}, columns: {columns}, where: {{year: 2013}}"
-    rows_of(tmp_path, "all", f"glue: {{sst2: {entry}}}}}\nprobe: {{sst2: {entry}, options: {{test: null}}}}}}")
+    write_rows(tmp_path, "all", f"glue: {{sst2: {entry}}}}}\nprobe: {{sst2: {entry}, options: {{test: null}}}}}}")
     written = [f"line {row}" for row in range(10, 20)]
     rows = read_rows(find("glue", "sst2"), "train", tmp_path)
     assert [text for (text,) in rows.texts] == written
@@ -119,7 +119,7 @@ def test_every_key_of_an_entry_counts_for_every_use(tmp_path):
     assert data.classes == ("negative", "positive")
 
 
-def test_options_that_a_task_does_not_have_are_refused_for_every_use(tmp_path):
+def test_unknown_options_of_a_task_are_refused_for_every_use(tmp_path):
     cases = [
         ("{foo: 1}", "options: foo: Extra inputs are not permitted, got 1; see the options of "),
         ("{text: 3}", "options: text: Input should be a valid string, got 3; see the options of "),
@@ -128,7 +128,7 @@ def test_options_that_a_task_does_not_have_are_refused_for_every_use(tmp_path):
     ]
     for options, sentence in cases:
         entry = f"{{files: all.csv, options: {options}}}"
-        rows_of(tmp_path, "all", f"glue: {{sst2: {entry}}}\nprobe: {{sst2: {entry}}}\nprompts: {{arc: {entry}}}")
+        write_rows(tmp_path, "all", f"glue: {{sst2: {entry}}}\nprobe: {{sst2: {entry}}}\nprompts: {{arc: {entry}}}")
         with pytest.raises(InputError, match=f"^task sst2: .*tasks.yaml: {sentence}"):
             find_task("sst2").load(str(tmp_path))
         with pytest.raises(InputError, match="^task sst2: .*tasks.yaml: options: "):
@@ -140,23 +140,23 @@ def test_options_that_a_task_does_not_have_are_refused_for_every_use(tmp_path):
         resolve(["STS12"], tmp_path)
 
 
-def test_a_copy_that_is_judged_otherwise_is_hashed_otherwise_and_scored_so(tmp_path):
+def test_a_copy_with_another_score_has_another_hash_and_is_scored_by_it(tmp_path):
     hashes = {}
     for score in (None, "accuracy", "f1"):
         options = "" if score is None else f", options: {{score: {score}}}"
-        rows_of(tmp_path, "all", f"glue: {{mrpc: {{files: all.csv, columns: {{sentence1: words}}{options}}}}}")
+        write_rows(tmp_path, "all", f"glue: {{mrpc: {{files: all.csv, columns: {{sentence1: words}}{options}}}}}")
         copy = local_copy("glue", "mrpc", tmp_path)
         task = replace(find("glue", "mrpc"), text=("sentence1",)).use_copy(copy)
         assert task.scores == ((score,) if score else ("accuracy", "f1"))
         rows = GlueRows(task, (("a",),), (1.0,))
         hashes[score] = rows.content_hash()
-        # three hits of four; of class 1: two found, one of them missed
+        # accuracy: three of four. F1 of class 1: two found, one wrong
         measured = glue_metrics(task, [1, 1, 0, 0], [1, 1, 1, 0])
         assert measured["task_score"] == pytest.approx({None: (0.75 + 0.8) / 2, "accuracy": 0.75, "f1": 0.8}[score])
     assert len({*hashes.values()}) == 3
 
 
-def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_neighbours():
+def test_names_are_unique_within_a_use_and_the_error_for_an_unknown_one_suggests_similar_names():
     assert len({(task.use, task.name) for task in CATALOGUE}) == len(CATALOGUE)
     sentence = "^task: there is no '{}'; did you mean .*{}"
     for refuse, wrong, near in (
@@ -174,7 +174,7 @@ def test_names_are_unique_within_a_use_and_unknown_ones_are_refused_with_their_n
         resolve(["xyz"])
 
 
-def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
+def test_a_pattern_of_splits_gives_the_existing_files(tmp_path: Path) -> None:
     def songs(files: Any) -> ScoredTask:
         write(tmp_path, json.dumps({"mteb": {"EmotionClassification": {"files": files}}}))
         return resolve(["EmotionClassification"], tmp_path)[0]
@@ -185,5 +185,5 @@ def test_files_of_any_split_are_those_that_are_there(tmp_path: Path) -> None:
     assert songs("{split}.csv").has_files
     each = songs({"test": "test.csv", "train": "train.csv"}).data_hash()
     assert songs("{split}.csv").data_hash() == each
-    exchange(tmp_path / "train.csv", b"text,label\nother,1\n")
+    replace_keeping_time(tmp_path / "train.csv", b"text,label\nother,1\n")
     assert songs("{split}.csv").data_hash() != each

@@ -1,4 +1,4 @@
-"""The list of tasks, and how names are found in it."""
+"""The list of tasks, and how names select from it."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from lit_layers.errors import InputError
 from lit_layers.tasks.catalogue import LAYERWISE32, resolve
 
 
-def test_the_scores_and_subsets_are_those_of_mteb():
+def test_the_scores_and_subsets_equal_those_of_mteb():
     import mteb
 
     for spec in LAYERWISE32:
@@ -17,7 +17,7 @@ def test_the_scores_and_subsets_are_those_of_mteb():
         assert all(language.startswith("eng") for language in metadata.hf_subsets_to_langscripts[spec.subset])
 
 
-def test_names_are_found_once_and_in_order():
+def test_names_are_resolved_once_and_in_order():
     assert [spec.name for spec in resolve(["STS13", "layerwise32"])][:2] == ["STS13", LAYERWISE32[0].name]
     assert len({spec.name for spec in resolve(["layerwise32", "STS13"])}) == 32
     assert len({spec.domain for spec in LAYERWISE32}) == 5
@@ -25,7 +25,7 @@ def test_names_are_found_once_and_in_order():
     assert [spec.name for spec in resolve(["reranking"])] == names
 
 
-def test_local_means_what_lies_in_the_folder(tmp_path):
+def test_local_means_the_tasks_with_files_in_the_folder(tmp_path):
     (tmp_path / "tasks.yaml").write_text("mteb: {STS12: 12.csv, STS13: 13.csv}")
     (tmp_path / "13.csv").touch()
     assert [spec.name for spec in resolve(["local"], tmp_path)] == ["STS13"]

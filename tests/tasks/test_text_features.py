@@ -1,4 +1,4 @@
-"""Features of texts: against trajectories taken text by text, and on disk."""
+"""Features of texts equal those of trajectories of single texts, and are stored on disk."""
 
 import gc
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.text_features import TextPooling, text_features
 from tests.support.tiny_models import LAYERS, VOCAB, tiny, tiny_batch
 
-# both sides seen, rotated and added positions, windows; the padding mask of Gemma 2 overflows in float64
+# Attention to both sides, rotated and added positions, windows. The padding mask of Gemma 2 overflows in float64.
 DTYPES = {"bert": torch.float64, "llama": torch.float64, "gemma2": torch.float32, "mpt": torch.float64}
 
 
@@ -24,17 +24,17 @@ def encoded(num_texts: int = 9, seed: int = 0) -> EncodedTexts:
     return EncodedTexts(ids=ids, pad_id=0, tokenizer_hash="t", num_cut=0)
 
 
-def alone(model: LayeredModel, texts: EncodedTexts) -> list[torch.Tensor]:
-    """States (layers + 1, tokens, dim) of each text in a pass of its own."""
+def single_states(model: LayeredModel, texts: EncodedTexts) -> list[torch.Tensor]:
+    """Return the states (layers + 1, tokens, dim) of each text from its own pass."""
     batches = [{"input_ids": torch.tensor(ids[None].astype(np.int64))} for ids in texts.ids]
     return [model.trajectory(batch).hidden[:, 0] for batch in batches]
 
 
 @pytest.mark.parametrize("family", DTYPES)
-def test_features_are_those_of_each_text_alone(family):
+def test_features_equal_those_of_each_text_alone(family):
     model = LayeredModel(tiny(family, DTYPES[family]))
     texts = encoded()
-    states = alone(model, texts)
+    states = single_states(model, texts)
     picks: dict[TextPooling, Callable[[torch.Tensor], torch.Tensor]] = {
         "last": lambda hidden: hidden[:, -1],
         "cls": lambda hidden: hidden[:, 0],
@@ -47,21 +47,21 @@ def test_features_are_those_of_each_text_alone(family):
             torch.testing.assert_close(found.layer(layer), expected[layer].to(found.layer(layer)), rtol=1e-5, atol=1e-5)
 
 
-def test_states_are_normed_before_they_are_pooled():
+def test_states_are_normalised_before_pooling():
     model = LayeredModel(tiny("gpt2", torch.float64))
     texts, norm = encoded(), model.model.transformer.ln_f
     for states in ("hf", "normed"):
         found = text_features(model, texts, pooling="mean", states=states)
-        for row, hidden in enumerate(alone(model, texts)):
+        for row, hidden in enumerate(single_states(model, texts)):
             for layer in range(LAYERS + 1):
                 state = norm(hidden[layer]) if states == "normed" or layer == LAYERS else hidden[layer]
                 torch.testing.assert_close(found.layer(layer)[row], state.mean(0).detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_has_no_such_mean():
+def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_gives_nan():
     model, texts = LayeredModel(tiny("gpt2", torch.float64)), encoded()
     found = text_features(model, texts, pooling="centered_unit_mean").layer(2)
-    for row, hidden in enumerate(alone(model, texts)):
+    for row, hidden in enumerate(single_states(model, texts)):
         state = hidden[2].numpy() - hidden[2].numpy().mean(0)
         if len(state) == 1:
             assert found[row].isnan().all()
@@ -71,7 +71,7 @@ def test_centred_unit_tokens_are_averaged_and_a_text_of_one_token_has_no_such_me
     assert found.isnan().any(), "a text of one token is among them"
 
 
-def test_states_pass_as_a_trajectory_holds_them():
+def test_pass_states_gives_the_states_of_a_trajectory():
     for family, padding in (("gpt2", "left"), ("bert", "right"), ("vit", None)):
         model, batch = LayeredModel(tiny(family)), tiny_batch(family, padding=padding)
         expected, seen = model.trajectory(batch), []
@@ -82,7 +82,7 @@ def test_states_pass_as_a_trajectory_holds_them():
             assert torch.equal(mask, expected.mask)
 
 
-def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothing(tmp_path, monkeypatch):
+def test_the_temporary_folder_is_removed_with_its_object_and_after_a_failed_pass(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     found = text_features(LayeredModel(tiny("gpt2")), encoded())
     assert len(list(tmp_path.iterdir())) == 1
@@ -98,7 +98,7 @@ def test_a_folder_of_its_own_goes_with_its_object_and_a_broken_pass_leaves_nothi
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_autocast_changes_nothing():
+def test_autocast_has_no_effect():
     model, texts = LayeredModel(tiny("gpt2")), encoded()
     plain = text_features(model, texts)
     with torch.autocast("cpu", torch.bfloat16):

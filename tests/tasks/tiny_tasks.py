@@ -1,4 +1,4 @@
-"""Tiny local data of each domain, in the layout of the real ones, and a tiny model to score on them."""
+"""Tiny local data of each domain, in the layout of the real data, and a tiny model to score on it."""
 
 import random
 from pathlib import Path
@@ -32,8 +32,8 @@ def write(path: Path, **columns: list[Any]) -> None:
 
 
 def write_tiny_data(folder: Path) -> Path:
-    """Songs with their moods: as intents, clusters, pairs and answers."""
-    with (write_mapping(folder) / "tasks.yaml").open("a") as mapping:  # which ends with those of mteb
+    """Write songs with their moods as intents, clusters, pairs and answers."""
+    with (write_mapping(folder) / "tasks.yaml").open("a") as mapping:  # the file ends with the mteb section
         mapping.write(ENTRIES.lstrip("\n"))
     draw = random.Random(0)
     for split, first, count in (("train", 0, 60), ("test", 60, 30)):
@@ -50,7 +50,7 @@ def write_tiny_data(folder: Path) -> Path:
     columns: dict[str, list[Any]] = {"query_id": [number for number, _ in candidates]}
     columns["query"] = [f"Who sang a {MOODS[number % 3]} song?" for number, _ in candidates]
     columns["candidate"] = [text for _, (text, _) in candidates]
-    # the last question has no right answer: it is left out
+    # The last question has no correct answer and is left out.
     columns["relevant"] = [int(mood == MOODS[number % 3] and number < 7) for number, (_, mood) in candidates]
     write(folder / "reranking" / "test.parquet", **columns)
     titles = labelled(50)
@@ -62,7 +62,7 @@ def write_tiny_data(folder: Path) -> Path:
 
 
 def saved_model(folder: Path) -> LayeredModel:
-    """A GPT-2 of 3 blocks that also lies in the folder, with its tokenizer."""
+    """Return a GPT-2 of 3 blocks, which is saved in the folder with its tokenizer."""
     if not (folder / "config.json").is_file():
         saved_gpt2(folder)
     return LayeredModel(load(folder))
@@ -83,7 +83,7 @@ def encoded(model: Path, texts: list[str]) -> Any:
 
 
 class Passes:
-    """Counts the texts that pass through a model, and remembers none of their states."""
+    """Count the texts that pass through a model."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.texts = 0
@@ -97,6 +97,6 @@ class Passes:
 
 
 def spoil_(model: LayeredModel, layer: int) -> None:
-    """Makes the states from a layer on not finite."""
+    """Make the states from one layer on not finite."""
     with torch.no_grad():
         next(model.blocks[layer - 1].parameters()).fill_(float("nan"))
