@@ -79,7 +79,7 @@ class Checkpoints(MeasuringOptions):
 
     Args:
         steps: which checkpoints of a series: all, a list such as 0,1,1000, {every: N}, {log_spaced: N} (N of them,
-            evenly spaced in log step), or pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...)
+            evenly spaced on a log scale), or pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...)
         revision: branch, tag or commit of the model on the Hub
         submodule: name of the submodule to measure in *.ckpt files (default: found from the tensor names)
         untrained: seed of random weights that replace the model's own; the results get a separate name

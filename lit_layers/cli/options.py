@@ -194,7 +194,7 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     _add_options(parser, verb)
     words = "a YAML recipe with values for these options; a later recipe overrides earlier ones"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "log each step, and tracebacks of failures"  # handled earlier, by `take_verbose`
+    words = "log what the command does, and tracebacks of failures"  # handled earlier, by `take_verbose`
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 

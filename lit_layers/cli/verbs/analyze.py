@@ -53,7 +53,8 @@ def analyze(
 ) -> int:
     """Measure every layer of a model, or of each checkpoint of a series.
 
-    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 130 after Ctrl-C.
+    Run the command again to continue after an interruption. Exit code: 0; 1 if anything failed; 2 for wrong input; 130
+    after Ctrl-C.
 
     Args:
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on

@@ -28,7 +28,7 @@ def audit(
         series: a run's folder, a folder of *.ckpt files, ORGANIZATION/NAME on the Hub, or a manifest of published
             series (*.yaml)
         steps: which steps: all, a list such as 0,1,1000, '{every: 1000}', '{log_spaced: 20}' (20 of them, evenly spaced
-            in log step), or pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...)
+            on a log scale), or pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...)
         grammar: pattern of the branch names of steps, e.g. part-{step} or 'stage2-ingredient1-step{step}-*'; auto uses
             the known pattern that matches most names
         submodule: name of the submodule to check in *.ckpt files (default: found from the tensor names)

@@ -58,7 +58,8 @@ class Interventions:
         images: images to score, instead of texts, for an image classifier: digits, cifar10, a local path, ORG/NAME
         num_images: number of images of the test split
         image_size: size of the model's input in pixels (default: that of the image source)
-        normalisation: mean and deviation of the pixels: those of imagenet, half (0.5), or those of the image source
+        normalisation: pixels are normalised by the mean and deviation of imagenet, by half (0.5), or by those of the
+            source
         speed: measure the latency of each variant and of the full model
         finetune: a recipe such as recipes/finetune/arc.yaml: fine-tune each variant on a task, and score it before and
             after
@@ -113,9 +114,10 @@ class Interventions:
 
 
 def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
-    """Run the blocks of a model skipped, repeated, reversed, shuffled or side by side, and measure what breaks.
+    """Run a model with its blocks skipped, repeated, reversed, shuffled or side by side, and measure what breaks.
 
-    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 130 after Ctrl-C.
+    Run the command again to continue after an interruption. Exit code: 0; 1 if anything failed; 2 for wrong input; 130
+    after Ctrl-C.
 
     Args:
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on

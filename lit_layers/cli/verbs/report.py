@@ -29,7 +29,9 @@ def report(
     allow_suspect: bool = False,
     settings: Names | None = None,
 ) -> int:
-    """Write an HTML page of one run, of models, or of several runs side by side. Interrupted runs also work.
+    """Write an HTML page of one run, of models, or of several runs side by side.
+
+    The runs may be unfinished.
 
     Args:
         runs: a run's folder, with measurements.jsonl or metrics.jsonl; several runs are drawn side by side on one page

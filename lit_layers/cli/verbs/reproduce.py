@@ -21,8 +21,8 @@ _STOPPED = 128  # exit codes above this: ended by a signal
 def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) -> int:
     """Run the commands of a published figure or table, and print its numbers next to the measured ones.
 
-    Run the command again to continue. Exit code: 0; 1 if anything failed; 2 for wrong input; 3 if a training diverged;
-    130 after Ctrl-C.
+    Run the command again to continue after an interruption. Exit code: 0; 1 if anything failed; 2 for wrong input; 3 if
+    a training diverged; 130 after Ctrl-C.
 
     Args:
         file: a recipe, e.g. recipes/papers/coupling/fig1b.yaml; docs/papers.md lists them
