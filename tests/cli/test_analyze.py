@@ -108,8 +108,8 @@ def test_an_analysis_that_fails_is_reported_and_the_exit_code_is_1(model, corpus
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"analyses": [failing]}))
     words = ["--corpus", corpus, "--config", tmp_path / "recipe.yaml"]
     assert analyze(model, *words, "--root", tmp_path / "run") == 1
-    said = capsys.readouterr().err
-    assert "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer" in said
+    output = capsys.readouterr().err
+    assert "failed: trajectory: ValueError: trajectory is undefined for every prompt at every layer" in output
 
 
 def test_new_weights_of_a_model_need_no_weight_file(tmp_path):

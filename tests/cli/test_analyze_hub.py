@@ -117,10 +117,10 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     ]
     loads.clear()
     assert main([*command, "--keep_downloads", "false"]) == 0
-    said = capsys.readouterr().out
-    assert "lab/tiny: 8 checkpoints, suspect: steps 16, 32" in said
-    assert "left out as suspect: step16, step32; --allow_suspect measures them" in said
-    assert "2 measured, 10 were known" in said
+    output = capsys.readouterr().out
+    assert "lab/tiny: 8 checkpoints, suspect: steps 16, 32" in output
+    assert "left out as suspect: step16, step32; --allow_suspect measures them" in output
+    assert "2 measured, 10 were known" in output
     clean = [step for step in steps if step not in (16, 32)]
     expected = measure_local_files(repository, corpus, tmp_path / "local", steps)
     assert saved_numbers(tmp_path / "out") == {key: numbers for key, numbers in expected.items() if key[0] in clean}

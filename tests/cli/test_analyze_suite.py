@@ -90,8 +90,8 @@ def test_unavailable_models_are_reported_and_the_others_are_measured(hub, reposi
     models = ["nobody/nothing", "lab/refused", "lab/untold", "lab/broken", "lab/strange", "lab/olmo", "lab/phi@v9"]
     assert main(suite(*models, "lab/gpt2", "lab/phi")) == 1
     assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi"}
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert len(said) == len(models)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert len(errors) == len(models)
     for parts in (
         ("cannot list the branches of nobody/nothing", "check the name"),
         ("cannot list the branches of lab/refused", "access is refused", "log in with `hf auth login`"),
@@ -101,7 +101,7 @@ def test_unavailable_models_are_reported_and_the_others_are_measured(hub, reposi
         ("the tokenizer 'lab/olmo@", "cannot be had from the Hub"),
         ("models: lab/phi has no branch v9",),
     ):
-        assert [line for line in said if all(part in line for part in parts)], parts
+        assert [line for line in errors if all(part in line for part in parts)], parts
     assert main(suite("lab/untold", "lab/gpt2", tokenizers={"lab/untold": "lab/gpt2"})) == 0
     assert {run for run, _ in measured(tmp_path / "out")} == {"lab/gpt2", "lab/phi", "lab/untold"}
 
@@ -124,21 +124,21 @@ def test_a_model_too_narrow_for_the_options_or_too_large_for_memory_is_reported(
     recipe.write_text(recipe.read_text().replace("- 0.1", "- 20"))
     assert main(command) == 1
     assert {Path(run).name for run, _ in measured(tmp_path / "out")} == {"good"}
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert "narrow: coupling: " in said[0]
-    assert "the model is 16 wide" in said[0]
-    assert said[1].endswith("large does not fit in the memory of cpu")
-    assert len(said) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert "narrow: coupling: " in errors[0]
+    assert "the model is 16 wide" in errors[0]
+    assert errors[1].endswith("large does not fit in the memory of cpu")
+    assert len(errors) == 2
 
 
 def test_a_gated_model_is_reported_with_the_advice_to_log_in(hub, repositories, suite, tmp_path, capsys, monkeypatch):
     hub.set_token("hf_secret")
     command = suite("lab/llama", str(repositories / "lab" / "gpt2" / "main"))
     assert main(command) == 1
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert "lab/llama" in said
-    assert said.endswith("access is refused: ask for it on the repository's page, then log in with `hf auth login` or "
-                         "set HF_TOKEN")  # fmt: skip
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
+    assert "lab/llama" in error
+    assert error.endswith("access is refused: ask for it on the repository's page, then log in with `hf auth login` or "
+                          "set HF_TOKEN")  # fmt: skip
     assert main(["analyze", "lab/llama", "--root", str(tmp_path / "one")]) == 2
     assert "access is refused: ask for it on the repository's page" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "hf_secret")

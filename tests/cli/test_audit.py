@@ -39,18 +39,18 @@ def test_a_clean_run_and_a_run_with_only_notes_exit_with_0(run, capsys):
     assert "scaled by one factor" in unseen
     replace_step(run, 0, 1)
     assert main(["audit", str(run)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "first: 5 checkpoints, clean" in said
-    assert "note: identical weights" in said
+    out = " ".join(capsys.readouterr().out.split())
+    assert "first: 5 checkpoints, clean" in out
+    assert "note: identical weights" in out
 
 
 def test_a_suspect_run_exits_with_1_and_lists_its_suspect_steps(run, capsys, tmp_path):
     replace_step(run, 8, 2)
     assert main(["audit", str(run), "--json", str(tmp_path / "audit.json")]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "first: 5 checkpoints, suspect: step 2 " in said
-    assert "equal to the final step" in said
-    assert "serve the weights of step 8" in said
+    out = " ".join(capsys.readouterr().out.split())
+    assert "first: 5 checkpoints, suspect: step 2 " in out
+    assert "equal to the final step" in out
+    assert "serve the weights of step 8" in out
     found = json.loads((tmp_path / "audit.json").read_text())
     assert (found["suspect_steps"], found["unseen"]) == ([2], UNSEEN["weights"])
     assert found["findings"][0]["steps"] == [2]
@@ -63,9 +63,9 @@ def test_a_truncated_step_is_found_if_files_are_read(run, capsys):
     weights = run / "step-000000000" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     assert main(["audit", str(run)]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "suspect: step 0 (level: weights)" in said
-    assert "damaged step 0 model.safetensors cannot be read" in said
+    out = " ".join(capsys.readouterr().out.split())
+    assert "suspect: step 0 (level: weights)" in out
+    assert "damaged step 0 model.safetensors cannot be read" in out
 
 
 def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path, model, monkeypatch, capsys):
@@ -91,19 +91,19 @@ def test_weights_of_a_repository_in_the_local_cache_are_read_and_judged(tmp_path
     monkeypatch.chdir(tmp_path)
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
         assert main(["audit", "org/tiny"]) == 0  # no weights are in the cache, and none is downloaded
-        said = capsys.readouterr().out
-        assert "org/tiny: 5 checkpoints, clean (level: listing)" in said
+        out = capsys.readouterr().out
+        assert "org/tiny: 5 checkpoints, clean (level: listing)" in out
         assert (
-            f"not checked at this level: {UNSEEN['listing']}\nnot checked: weights of checkpoints step0, step1" in said
+            f"not checked at this level: {UNSEEN['listing']}\nnot checked: weights of checkpoints step0, step1" in out
         )
         assert not [each for each in hub.requests if "_cdn" in each["path"]]
         checkpoints = HubRevisions("org/tiny").checkpoints
         for checkpoint in checkpoints:
             checkpoint.fetch()
         assert main(["audit", "org/tiny", "--json", "audit.json"]) == 1
-        said = " ".join(capsys.readouterr().out.split())
-        assert "org/tiny: 5 checkpoints, suspect: step 2 (level: weights)" in said
-        assert "other precision" in said
+        out = " ".join(capsys.readouterr().out.split())
+        assert "org/tiny: 5 checkpoints, suspect: step 2 (level: weights)" in out
+        assert "other precision" in out
         for checkpoint in checkpoints:
             checkpoint.source.drop()
         assert main(["audit", "org/tiny"]) == 1, "what was read is kept"

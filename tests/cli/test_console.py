@@ -16,21 +16,21 @@ from tests.cli.test_fit import RECIPE
 
 def fake_terminal(monkeypatch) -> io.StringIO:
     """Replace standard error by a terminal that keeps its text."""
-    said = io.StringIO()
-    monkeypatch.setattr(said, "isatty", lambda: True)
-    monkeypatch.setattr("sys.stderr", said)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(console, "REDRAWN", 0.0)
-    return said
+    return stream
 
 
 def test_the_bar_shows_progress_and_the_current_message(monkeypatch):
-    said = fake_terminal(monkeypatch)
+    stream = fake_terminal(monkeypatch)
     with bar("auditing") as show:
         show(0, 10, "waiting for workers")
         show(6, 10, "2 workers: step 6")
         show(None, None, "step\n7")
         show(7, None, "")
-        written = said.getvalue()
+        written = stream.getvalue()
     assert "2 workers: step 6:  60%" in written
     assert "step 7:  60%" in written
     assert "step 7:  70%" in written
@@ -41,13 +41,13 @@ def test_the_bar_shows_progress_and_the_current_message(monkeypatch):
 @pytest.mark.soak
 @pytest.mark.slow
 def test_a_training_shows_a_bar_of_its_steps(tmp_path, corpus, no_page, monkeypatch):
-    said = fake_terminal(monkeypatch)
+    stream = fake_terminal(monkeypatch)
     recipe = {**RECIPE, "corpus": str(corpus), "analyses": [], "root": str(tmp_path / "run")}
     recipe["trainer"] = RECIPE["trainer"] | {"max_steps": 2}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["fit", "--config", str(tmp_path / "recipe.yaml")]) == 0
-    assert "2/2" in said.getvalue()
-    assert "loss " in said.getvalue()
+    assert "2/2" in stream.getvalue()
+    assert "loss " in stream.getvalue()
 
 
 def make_measurement(step: int) -> Measurement:
@@ -56,9 +56,9 @@ def make_measurement(step: int) -> Measurement:
 
 
 def test_long_measurements_are_announced_and_short_ones_are_not(monkeypatch):
-    now, said = [100.0], []
+    now, messages = [100.0], []
     monkeypatch.setattr(run_log.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(run_log, "rank_zero_info", said.append)
+    monkeypatch.setattr(run_log, "rank_zero_info", messages.append)
     for seconds in (3.0, 10.0):
         lines = run_log.LongMeasuring()
         for step in (0, 1):
@@ -67,4 +67,4 @@ def test_long_measurements_are_announced_and_short_ones_are_not(monkeypatch):
                 now[0] += seconds
             lines.measured(make_measurement(step))
             now[0] += 1000.0  # training time, which is not measuring time
-    assert said == [f"measuring {name} at step {step}" for step in (0, 1) for name in ("lens", "probe", "lens")]
+    assert messages == [f"measuring {name} at step {step}" for step in (0, 1) for name in ("lens", "probe", "lens")]

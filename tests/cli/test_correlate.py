@@ -45,10 +45,10 @@ def visible_text(page: Path) -> str:
 
 
 def test_the_published_table_is_printed_with_its_warnings_and_saved_as_json_and_csv(published):
-    out, said = published
-    assert "Published coupling against leaderboard score, 28 models: R² = 0.800, p = 1.4e-10" in said
-    assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in said
-    assert said.splitlines()[-1] == str(out / "models.csv")
+    out, output = published
+    assert "Published coupling against leaderboard score, 28 models: R² = 0.800, p = 1.4e-10" in output
+    assert "warning: Published coupling follows coupling by width alone, R² = 0.93; beyond it r = 0.568" in output
+    assert output.splitlines()[-1] == str(out / "models.csv")
     found = json.loads((out / "correlation.json").read_text())
     assert (found["metric"], found["score"], found["n"]) == ("coupling", "score", 28)
     table = pd.read_csv(out / "correlation.csv").set_index("name")
@@ -80,9 +80,9 @@ def test_a_page_of_models_and_a_file_of_scores_lists_the_models_left_out(study, 
     monkeypatch.chdir(study)
     command = ["correlate", "models", "--metric", "coupling/coupling[k=12]", "--score", "scores.csv:arc"]
     assert main([*command, "--group", "family", "--given", "width,depth", *QUICK]) == 0
-    said = capsys.readouterr().out
-    assert "Coupling, k = 12 against arc, 6 models: R² = " in said
-    assert "Only 6 models" in said
+    output = capsys.readouterr().out
+    assert "Coupling, k = 12 against arc, 6 models: R² = " in output
+    assert "Only 6 models" in output
     text = visible_text(study / "correlation" / "correlation.html")
     assert "Excess coupling: the baseline taken off" in text
     assert "Within equal family" in text

@@ -57,9 +57,9 @@ def test_a_diverged_run_exits_with_3_names_the_step_and_keeps_results(factor, co
     spoil(monkeypatch, factor)
     assert main(command) == 3
     root = tmp_path / "run"
-    said = next(line for line in capfd.readouterr().err.splitlines() if "diverged" in line)
-    assert f"lit-layers fit: error: diverged: the loss of step {BAD} is {factor}; last healthy checkpoints: " in said
-    assert f"{root}/step-000000004 and {root}/resume/step-000000006; begin anew with a lower model.lr" in said
+    output = next(line for line in capfd.readouterr().err.splitlines() if "diverged" in line)
+    assert f"lit-layers fit: error: diverged: the loss of step {BAD} is {factor}; last healthy checkpoints: " in output
+    assert f"{root}/step-000000004 and {root}/resume/step-000000006; begin anew with a lower model.lr" in output
     check_results_are_kept(root)
     monkeypatch.undo()
     assert main([*command, "--resume", "last"]) == 0  # without the modified loss
@@ -86,6 +86,6 @@ def test_weights_that_are_not_finite_are_not_saved_for_a_resume(command, tmp_pat
 
     monkeypatch.setattr(LitCausalLM, "on_train_batch_end", broken)
     assert main([*command, "--resume_every", str(BAD), "--trainer.log_every_n_steps", "100"]) == 3
-    said = capfd.readouterr().err
-    assert f"diverged: weights are not finite after step {BAD}; last healthy checkpoints: " in said
+    output = capfd.readouterr().err
+    assert f"diverged: weights are not finite after step {BAD}; last healthy checkpoints: " in output
     assert saved_steps(tmp_path / "run" / "resume") == []

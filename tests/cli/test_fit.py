@@ -77,8 +77,8 @@ def test_a_run_that_begins_with_a_checkpoint_of_another_run_reports_it(trained, 
     start, later = trained[0] / "step-000000002", tmp_path / "later"
     begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
     assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
-    said = f"begins at step 2 with the weights of {start}; the optimizer starts afresh"
-    assert said in capsys.readouterr().out.replace("\n", "")
+    sentence = f"begins at step 2 with the weights of {start}; the optimizer starts afresh"
+    assert sentence in capsys.readouterr().out.replace("\n", "")
     assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
     assert "resumed at step 3 from" in capsys.readouterr().out
     assert saved_steps(later) == [2, 3, 4]
@@ -105,8 +105,8 @@ def test_a_callback_that_monitors_an_unknown_metric_is_refused_in_one_sentence(r
     stopping = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "nothing"}}
     (tmp_path / "more.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [stopping]}, "analyses": []}))
     assert main(["fit", "--config", str(recipe), "--config", str(tmp_path / "more.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert "fit: error: trainer: Early stopping conditioned on metric `nothing` which is not available" in said
+    output = capsys.readouterr().err
+    assert "fit: error: trainer: Early stopping conditioned on metric `nothing` which is not available" in output
     assert (tmp_path / "run" / "report.html").exists(), "what was trained is there"
 
 

@@ -82,9 +82,9 @@ def test_a_corrupt_image_ends_a_run_with_the_name_of_its_file(recipe, tmp_path, 
     for workers in ("0", "2"):
         words = ["--root", str(tmp_path / workers), "--data.num_workers", workers]
         assert main(["fit", "--config", str(recipe), *options, *words]) == 2
-        said = capsys.readouterr().err
-        assert "Traceback" not in said, workers
-        (sentence,) = [line for line in said.splitlines() if line.startswith("lit-layers fit: error: ")]
+        output = capsys.readouterr().err
+        assert "Traceback" not in output, workers
+        (sentence,) = [line for line in output.splitlines() if line.startswith("lit-layers fit: error: ")]
         assert "train/dog/" in sentence, workers
         assert "is no image that can be read" in sentence, workers
 

@@ -180,18 +180,18 @@ def test_a_full_disk_is_reported_in_one_sentence_and_no_file_is_lost(name: str, 
             outcome = run_limited(argv(name, home, disk.folder), tmp_path)
             reason = "read-only file system" if share is None else "no space left on device"
             about = f"{name} at {share}: {outcome.code}\n{outcome.said}"
-            said = [line for line in outcome.said.splitlines() if reason in line.lower() and str(disk.folder) in line]
+            causes = [line for line in outcome.said.splitlines() if reason in line.lower() and str(disk.folder) in line]
             refusals = [line for line in outcome.said.splitlines() if line.startswith("lit-layers ")]
             assert "Traceback" not in outcome.said, about
             if outcome.code == 0:  # everything fitted, except a page of a training, which `report` can draw
                 assert share, about
                 assert not refusals, about
             else:
-                assert said, about
+                assert causes, about
                 assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # one task can fail alone
                 assert len(refusals) == (outcome.code == 2), about
-            there = files(disk.folder)
-            assert {path: there[path] for path in given} == given, about
+            found = files(disk.folder)
+            assert {path: found[path] for path in given} == given, about
             kept = read_measurements(disk.folder)  # every line is readable
             disk.remount("rw,size=400m")
             again = run_limited(resume_argv(name, home, disk.folder), tmp_path)
@@ -296,9 +296,11 @@ def test_a_step_of_a_paper_that_cannot_write_reports_it_and_the_next_step_begins
         error = OSError(number, os.strerror(number), "correlation.csv")
         monkeypatch.setattr("lit_layers.cli.verbs.correlate.write_models", raising(error))
         assert main(["reproduce", str(tmp_path / "points.yaml"), "--root", str(tmp_path / "out")]) == 2
-        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-layers correlate: error")]
-        assert len(said) == 2
-        assert said[0].startswith(f"lit-layers correlate: error: {why}")
+        errors = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("lit-layers correlate: error")
+        ]
+        assert len(errors) == 2
+        assert errors[0].startswith(f"lit-layers correlate: error: {why}")
 
 
 def raising(error: Exception) -> Callable[..., None]:

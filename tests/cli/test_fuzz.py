@@ -147,10 +147,10 @@ def test_random_bad_input_ends_in_a_sentence_or_a_correct_result(home, tmp_path)
         chance = random.Random(f"{SEED}/{number}")
         (words,) = chance.choices([*READS], [len(files) for files in READS.values()])
         file = chance.choice(READS[words])
-        said = trouble(
+        problem = trouble(
             home, tmp_path / str(number), words.split(), lambda folder, f=file, c=chance: damage(folder / f, c)
         )
-        found += [f"seed {SEED}, case {number}, {file}: {said}"] if said else []
+        found += [f"seed {SEED}, case {number}, {file}: {problem}"] if problem else []
     assert not found, "\n".join([f"{len(found)} of {CASES} cases", *found])
 
 
@@ -166,6 +166,6 @@ def test_no_value_of_an_option_ends_in_a_traceback_or_does_damage(verb, home, tm
     words, chance = [words for words in READS if words.startswith(verb)][-1].split(), random.Random(f"{SEED}/{verb}")
     cases = [[*words, f"--{option}={chance.choice(WORDS)}"] for option in options if "=" not in option]
     cases.append([verb, chance.choice(WORDS), *words[2:]])
-    said = [trouble(home, tmp_path / str(number), argv) for number, argv in enumerate(cases)]
-    found = [f"seed {SEED}: {each}" for each in said if each]
+    problems = [trouble(home, tmp_path / str(number), argv) for number, argv in enumerate(cases)]
+    found = [f"seed {SEED}: {each}" for each in problems if each]
     assert not found, "\n".join([f"{len(found)} of {len(cases)} cases", *found])

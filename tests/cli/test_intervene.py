@@ -129,7 +129,7 @@ def text_run(home, tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_losses_are_those_of_the_blocks_in_the_stated_order(home, text_run):
-    root, said = text_run
+    root, output = text_run
     found = read_records(root)["interventions"]
     ids = EvalText(str(home / "corpus.jsonl"), str(home / "model"), num_sequences=6, num_tokens=24).windows()
     model = load(home / "model")
@@ -142,10 +142,10 @@ def test_losses_are_those_of_the_blocks_in_the_stated_order(home, text_run):
         right = (logits.argmax(-1) == ids[:, 1:]).double().mean().item()
         assert result(found, "variant_accuracy", **tags).value == pytest.approx(right)
         if variant == "baseline":
-            assert f"Interventions: Loss (nats) {loss:.3f}, the full model" in said
+            assert f"Interventions: Loss (nats) {loss:.3f}, the full model" in output
     assert (root / "report.html").stat().st_size > 10_000
     for path in ("intervene/variants.csv", "report.html", "measurements.jsonl"):
-        assert str(root / path) in said
+        assert str(root / path) in output
 
 
 def test_the_file_has_every_number_including_single_seeds(text_run):
@@ -162,12 +162,12 @@ def test_the_file_has_every_number_including_single_seeds(text_run):
 
 
 def test_a_second_run_measures_nothing(home, text_run, monkeypatch, capsys):
-    root, said = text_run
+    root, output = text_run
     before = (root / "measurements.jsonl").read_bytes()
     monkeypatch.setattr("lit_layers.analyses.readout_scores.Interventions.update", None)
     assert run_on_text(home, root) == 0
     assert (root / "measurements.jsonl").read_bytes() == before
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == output
 
 
 @pytest.mark.soak
@@ -275,9 +275,9 @@ def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     assert run_on_tasks(home, tmp_path) == 1
-    said = capsys.readouterr()
-    assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in said.err
-    assert "winogrande" in said.out
+    output = capsys.readouterr()
+    assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in output.err
+    assert "winogrande" in output.out
     monkeypatch.setattr(LmEvalScorer, "score", plain)
     assert run_on_tasks(home, tmp_path) == 0
     last = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}

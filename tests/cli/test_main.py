@@ -57,9 +57,9 @@ def test_verbose_shows_the_traceback_of_a_refusal_at_any_position(restore_loggin
         (["audit", none, "--steps=all"], False),
     ):
         assert main(words) == 2
-        said = capsys.readouterr().err
-        assert ("Traceback" in said) == is_traced, words
-        assert said.splitlines()[-1].startswith("lit-layers audit: error: "), words
+        output = capsys.readouterr().err
+        assert ("Traceback" in output) == is_traced, words
+        assert output.splitlines()[-1].startswith("lit-layers audit: error: "), words
 
 
 @pytest.mark.parametrize("buffering", [0, -1], ids=["unbuffered", "buffered"])

@@ -54,8 +54,8 @@ def scored(home, tmp_path_factory) -> tuple[Path, str]:
 
 
 def test_all_layers_are_scored_printed_and_written(scored):
-    root, said = scored
-    assert "(mean, resid), mean of 3: " in said
+    root, output = scored
+    assert "(mean, resid), mean of 3: " in output
     scores = pd.read_csv(root / "mteb" / "scores.csv")
     assert [name for name in scores.columns if name.startswith("layer")] == [f"layer_{n:03d}" for n in range(4)]
     assert scores["task"].tolist() == ["TwitterURLCorpus", "AskUbuntuDupQuestions", "STSBenchmark"]
@@ -109,9 +109,9 @@ def test_more_layers_are_added_to_the_stored_ones_with_a_named_tokenizer(home, t
 @pytest.mark.soak
 def test_a_task_without_data_does_not_stop_the_others(home, tmp_path, capsys):
     assert run(home, tmp_path, tasks="BIOSSES,STSBenchmark") == 1
-    said = capsys.readouterr()
-    assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in said.err
-    assert "not in the mean, because scores are missing: BIOSSES" in said.out
+    output = capsys.readouterr()
+    assert "failed: mteb/BIOSSES: InputError: BIOSSES: its data set mteb/biosses-sts cannot be had" in output.err
+    assert "not in the mean, because scores are missing: BIOSSES" in output.out
     errors = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
     assert errors["mteb/STSBenchmark"] is None
     assert len(errors) == 2

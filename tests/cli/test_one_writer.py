@@ -33,8 +33,8 @@ def fit(recipe: Path, root: Path, *arguments: str) -> int:
     return main(["fit", "--config", str(recipe), "--root", str(root), *arguments])
 
 
-def error_lines(said: str, command: str) -> list[str]:
-    return [line for line in said.splitlines() if line.startswith(f"lit-layers {command}: error: ")]
+def error_lines(output: str, command: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(f"lit-layers {command}: error: ")]
 
 
 @pytest.mark.soak
@@ -56,8 +56,8 @@ def test_every_command_that_writes_is_refused_while_another_process_writes(recip
     for command in commands:
         with writing(root):
             assert main([*command, "--root", str(root)]) == 2, command
-            (said,) = error_lines(capfd.readouterr().err, command[0])
-            assert f"root: {root} is being written by process " in said
+            (error,) = error_lines(capfd.readouterr().err, command[0])
+            assert f"root: {root} is being written by process " in error
             assert sorted(path.name for path in root.iterdir()) == [".writer.lock"]
         assert not root.exists()
 
@@ -76,9 +76,9 @@ def test_a_full_disk_ends_a_training_with_a_sentence_and_the_run_can_be_resumed(
 
     monkeypatch.setattr(run_folder, "save", full)
     assert fit(recipe, root) == 2
-    (said,) = error_lines(capfd.readouterr().err, "fit")
-    assert f"cannot write {root}/step-000000002: no space left on device" in said
-    assert "go on with --resume last" in said
+    (error,) = error_lines(capfd.readouterr().err, "fit")
+    assert f"cannot write {root}/step-000000002: no space left on device" in error
+    assert "go on with --resume last" in error
     assert not list(root.glob(".tmp-*"))
     monkeypatch.undo()
     assert fit(recipe, root, "--resume", "last") == 0
@@ -102,11 +102,11 @@ def test_report_and_resume_refuse_a_read_only_folder_in_one_sentence(recipe, tra
     monkeypatch.setattr(FileLock, "acquire", refuse)
     capfd.readouterr()
     assert fit(recipe, root, "--resume", "last") == 2
-    (said,) = error_lines(capfd.readouterr().err, "fit")
-    assert f"root: cannot write to {root} (Read-only file system); choose another folder" in said
+    (error,) = error_lines(capfd.readouterr().err, "fit")
+    assert f"root: cannot write to {root} (Read-only file system); choose another folder" in error
     assert main(["report", str(root)]) == 2
-    (said,) = error_lines(capfd.readouterr().err, "report")
-    assert f"cannot write {root}/report.html: read-only file system; --root names another place" in said
+    (error,) = error_lines(capfd.readouterr().err, "report")
+    assert f"cannot write {root}/report.html: read-only file system; --root names another place" in error
 
 
 @pytest.mark.nightly

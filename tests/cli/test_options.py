@@ -47,8 +47,8 @@ def test_help_lists_classes_by_the_names_that_recipes_use(capsys):
         ("analyze --help", ["--series SERIES", "HubRevisions", "Models"]),
         ("analyze --series.help=HubRevisions", ["--series.repo REPO", "--series.steps STEPS"]),
     ):
-        said = help_text(capsys, *words.split())
-        assert [word for word in expected if word not in said] == [], words
+        output = help_text(capsys, *words.split())
+        assert [word for word in expected if word not in output] == [], words
 
 
 EQUIVALENT: dict[str, tuple[dict[str, object], str]] = {

@@ -89,8 +89,8 @@ def test_a_recipe_runs_as_it_is_written(name: str, capsys: pytest.CaptureFixture
         warnings.filterwarnings("ignore", "the Jacobians of")
         code = main([*argv, *(["--reduced"] if recipe.reduced else [])])
     let_downloads_end()
-    said = capsys.readouterr()
-    lines = f"{said.out}\n{said.err}".splitlines()
+    output = capsys.readouterr()
+    lines = f"{output.out}\n{output.err}".splitlines()
     assert code == 0, [line[:400] for line in lines if any(word in line for word in TROUBLE)]
     for path in root.rglob("measurements.jsonl"):
         found = records.read(path)

@@ -162,8 +162,8 @@ def test_every_documented_command_on_published_models_runs(everything, workdir, 
         is_audit = command.startswith("audit")
         code = main([*split_words(command), *(["--json", "audit.json"] if is_audit else [])])
         let_downloads_end()
-        said = capsys.readouterr()
-        assert code == (1 if is_audit and "pythia" in command else 0), (command, said.err[-2000:], said.out[-2000:])
+        output = capsys.readouterr()
+        assert code == (1 if is_audit and "pythia" in command else 0), (command, output.err[-2000:], output.out[-2000:])
         if is_audit:
             found = json.loads(Path("audit.json").read_text())
             for audit in found if isinstance(found, list) else [found]:

@@ -426,12 +426,12 @@ def trouble(command: str, words: str, sentence: str, written: Path, capsys: pyte
     except BaseException as error:
         error.add_note(f"by {command} {words}")
         raise
-    said = capsys.readouterr().err
-    errors = [line for line in said.splitlines() if line.startswith("lit-layers")]
+    output = capsys.readouterr().err
+    errors = [line for line in output.splitlines() if line.startswith("lit-layers")]
     begin = "".join(f"lit-layers {verb}: error: " for verb in named) or "lit-layers"
     if code == 2 and len(errors) == 1 and errors[0].startswith(begin) and sentence in errors[0]:
-        return "a traceback" if "Traceback" in said else "too long" if len(errors[0]) > 600 else None
-    return f"code {code}, {errors or said[-500:]}"
+        return "a traceback" if "Traceback" in output else "too long" if len(errors[0]) > 600 else None
+    return f"code {code}, {errors or output[-500:]}"
 
 
 @pytest.mark.parametrize(
@@ -441,8 +441,8 @@ def test_invalid_input_is_refused_and_nothing_is_written(command, workdir, tmp_p
     monkeypatch.chdir(workdir)
     wrong, before = [], files_in(workdir)
     for words, sentence in REFUSED[command]:
-        if said := trouble(command, words, sentence, tmp_path, capsys):
-            wrong.append(f"{command} {words}: expected {sentence!r}, {said}")
+        if problem := trouble(command, words, sentence, tmp_path, capsys):
+            wrong.append(f"{command} {words}: expected {sentence!r}, {problem}")
         if (now := files_in(workdir)) != before:
             wrong.append(f"{command} {words}: written {now ^ before}")
             before = now

@@ -163,8 +163,8 @@ def torn_line(file, line) -> None:
 
 
 MOMENTS = {
-    "before the run has said what it is": signal_at(RunFolder, "_describe", 1),
-    "between what a run is and its options": signal_at(run_folder, "write_json", 1, after=True),
+    "before the run is described": signal_at(RunFolder, "_describe", 1),
+    "between the description of a run and its options": signal_at(run_folder, "write_json", 1, after=True),
     "inside the save of a step": signal_at(run_folder, "save", 3, after=True),  # before the rename
     "before a step's folder is renamed": signal_at(run_folder, "sync", 9),
     "inside the save of a resume checkpoint": signal_at(resuming, "_save", 3),
@@ -274,9 +274,9 @@ def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_is_used(recipe, u
     facts = {"step": steps[0], "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
     (state.parent / FACTS).write_text(json.dumps(facts))
     assert main(["fit", "--config", str(recipe), "--root", str(root), "--resume", "last"]) == 2
-    said = capfd.readouterr().err
-    assert f"fit: error: {state} is no state of a training, or holds more than tensors" in said
-    assert "weights_only" not in said
+    output = capfd.readouterr().err
+    assert f"fit: error: {state} is no state of a training, or holds more than tensors" in output
+    assert "weights_only" not in output
 
 
 @pytest.mark.soak

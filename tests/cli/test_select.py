@@ -46,14 +46,14 @@ def home(tmp_path_factory) -> Path:
 def selected(home, tmp_path_factory) -> tuple[Path, Path, str]:
     """A choice with its export: the folder of numbers and pictures, the folder of the model, the printed output."""
     root = tmp_path_factory.mktemp("found")
-    said = root / "said.txt"
+    log = root / "said.txt"
     command = ["select", str(home / "run" / "step-000000400"), "--task", "banking77", "--folder", str(home / "data")]
-    with pytest.MonkeyPatch.context() as patch, said.open("w") as file:
+    with pytest.MonkeyPatch.context() as patch, log.open("w") as file:
         patch.setattr("sys.stdout", file)
         patch.setenv("COLUMNS", "120")
         command += ["--root", str(root / "out"), "--export", str(root / "cut"), "--tolerance", "0.1", *QUICK]
         assert main(command) == 0
-    return root / "out", root / "cut", said.read_text()
+    return root / "out", root / "cut", log.read_text()
 
 
 def content(out: Path) -> dict[str, Any]:
@@ -124,20 +124,20 @@ def test_the_exported_classifier_equals_the_probe_of_that_layer(home, selected):
     expected = probes.log_proba(features[2])[layer].exp()
     torch.testing.assert_close(classifier.probabilities(texts), expected, rtol=1e-3, atol=1e-4)
     assert classifier.predict(texts) == [data.classes[number] for number in expected.argmax(-1)]
-    right = [said == text.split()[1] for said, text in zip(classifier.predict(texts), texts, strict=True)]
+    right = [label == text.split()[1] for label, text in zip(classifier.predict(texts), texts, strict=True)]
     assert sum(right) / len(right) == pytest.approx(content(out)["test"][str(layer)]["value"])
 
 
 def test_the_choice_is_printed_and_is_on_the_page_of_the_export(selected):
-    out, cut, said = selected
+    out, cut, output = selected
     found = content(out)
     layer = found["layer"]
     score, baseline = found["validation"][str(layer)]["value"], found["baseline"]
     compared = f"accuracy {score:.4f} on validation rows, majority class {baseline:.4f}"
-    assert f"banking77: layer {layer} of 3 is chosen: {compared}" in said
+    assert f"banking77: layer {layer} of 3 is chosen: {compared}" in output
     test = found["test"][str(layer)]
-    assert f"test, layer {layer}: {test['value']:.4f} ({test['low']:.4f} to {test['high']:.4f})" in said
-    assert said.splitlines()[-1] == str(cut)
+    assert f"test, layer {layer}: {test['value']:.4f} ({test['low']:.4f} to {test['high']:.4f})" in output
+    assert output.splitlines()[-1] == str(cut)
     page = (cut / "README.md").read_text()
     assert re.search(rf"\| layer +\| +{layer} of 3 \|", page)
     assert "run/step-000000400" in page
@@ -163,8 +163,8 @@ def test_labelled_texts_of_the_user_are_a_task(home, tmp_path, capsys, monkeypat
     saved_bert(tmp_path / "bert")
     task = ProbeTask("songs", str(home / "songs.csv"), text="title", label="mood", test=None)
     options = ["--text", "title", "--label", "mood", "--pooling", "cls"]
-    said = select(capsys, tmp_path / "bert", "--task", task.source, *options)
-    assert "songs: layer " in said
+    output = select(capsys, tmp_path / "bert", "--task", task.source, *options)
+    assert "songs: layer " in output
     data, features, probes = fit_probes(tmp_path / "bert", task, None, pooling="cls")
     found = content(tmp_path / "selected" / "bert-songs")
     assert list(found["rows"].values()) == [len(data.train), len(data.validation), len(data.test)]
@@ -182,12 +182,12 @@ def test_numeric_labels_are_a_regression_and_are_predicted(home, tmp_path, capsy
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     model = home / "run" / "step-000000400"
     folders = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
-    said = select(capsys, model, "--task", path, "--regression", "--rule", "best", *folders)
+    output = select(capsys, model, "--task", path, "--regression", "--rule", "best", *folders)
     found = content(tmp_path / "out")
-    assert "mean_squared_error" in said
+    assert "mean_squared_error" in output
     assert (found["rule"], found["tolerance"]) == ("best", None)
     assert re.search(r"\| chosen by +\| +best \|", (tmp_path / "cut" / "README.md").read_text())
-    assert f"training mean {found['baseline']:.4f}" in said
+    assert f"training mean {found['baseline']:.4f}" in output
     task = ProbeTask("stars", str(path), kind="regression", test=None)
     data, features, probes = fit_probes(model, task, None)
     errors = (probes.predict(features[1]) - data.validation.targets).square().mean(1).tolist()
@@ -203,9 +203,9 @@ def test_a_vision_transformer_is_cut_for_images(home, tmp_path, capsys):
 
     folders = ["--root", tmp_path / "out", "--export", tmp_path / "cut"]
     options = ["--images", "digits", "--num_train", "200", "--num_test", "60", "--rule", "plateau"]
-    said = select(capsys, home / "vit", *options, *folders)
+    output = select(capsys, home / "vit", *options, *folders)
     found, layer = content(tmp_path / "out"), content(tmp_path / "out")["layer"]
-    assert "digits: layer " in said
+    assert "digits: layer " in output
     assert found["rows"] == {"train": 160, "validation": 40, "test": 60}
     assert (found["pooling"], found["max_tokens"]) == ("cls", None)
     assert "milliseconds to the layer, an image" in (tmp_path / "out" / "layers.svg").read_text()
@@ -225,8 +225,8 @@ def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys
     models = [str(home / "run" / "step-000000400"), "deep", "mute"]
     command = ["select", *models, "--task", "banking77", "--folder", str(home / "data"), "--tolerance", "0.1", *QUICK]
     assert main(command) == 1
-    said = capsys.readouterr().out
-    assert "left out: mute: tokenizer: mute carries none" in said
+    output = capsys.readouterr().out
+    assert "left out: mute: tokenizer: mute carries none" in output
     out = Path("selected") / "models-banking77"
     rows = {row["model"]: row for row in pd.read_csv(out / "models.csv").to_dict("records")}
     assert [*rows] == ["run-step-000000400", "deep", "mute"]

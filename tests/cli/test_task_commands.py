@@ -178,9 +178,9 @@ def run(command: str, capsys: pytest.CaptureFixture) -> str:
     more = next(options for key, options in reversed(LESS.items()) if key in command)
     code = main([*shlex.split(command), *shlex.split(more)])
     let_downloads_end()
-    said = capsys.readouterr()
-    assert code == 0, said.err[-3000:]
-    return said.out
+    out = capsys.readouterr()
+    assert code == 0, out.err[-3000:]
+    return out.out
 
 
 def commands_of(*verbs: str) -> list[str]:
@@ -192,8 +192,8 @@ def test_intervene_and_select_commands_run(command, models_folder, monkeypatch, 
     monkeypatch.chdir(models_folder)
     if command.startswith("intervene") and "--root" not in command:  # "gpt2" and "checkpoints/gpt2" share it
         command += f" --root roots/{commands_of('intervene', 'select').index(command)}"
-    said = run(command, capsys)
-    assert ("test, layer" in said or "models.csv" in said) if command.startswith("select") else "variants.csv" in said
+    out = run(command, capsys)
+    assert ("test, layer" in out or "models.csv" in out) if command.startswith("select") else "variants.csv" in out
 
 
 @pytest.mark.parametrize("command", commands_of("mteb"))
@@ -203,15 +203,15 @@ def test_mteb_commands_run(command, models_folder, tmp_path, monkeypatch, capsys
     (tmp_path / "checkpoints").symlink_to(models_folder / "checkpoints")
     if "STS16" in command:
         command = f"{command} --folder data"
-    said = run(command, capsys)
-    assert "texts" in said if "layerwise32" in command else "mean of " in said
+    out = run(command, capsys)
+    assert "texts" in out if "layerwise32" in command else "mean of " in out
 
 
 @pytest.mark.parametrize("command", commands_of("correlate"))
 def test_correlate_commands_run(command, tables_folder, monkeypatch, capsys):
     monkeypatch.chdir(tables_folder)
-    said = run(command, capsys)
-    assert "layers.html" in said or "correlation.html" in said
+    out = run(command, capsys)
+    assert "layers.html" in out or "correlation.html" in out
 
 
 def test_texts_are_prepared_in_the_order_of_the_page(world, tmp_path, monkeypatch, capsys):

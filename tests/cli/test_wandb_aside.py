@@ -142,7 +142,7 @@ def test_a_training_is_bit_for_bit_the_same_without_wandb_with_it_and_if_it_hang
         weights = [(step_folder(root, step) / "model.safetensors").read_bytes() for step in saved_steps(root)]
         left[name] = losses, weights, [m.records for m in records.read(root / "measurements.jsonl")]
     assert all(each == left["without"] for each in left.values())
-    said = capsys.readouterr().out
-    assert ("W&B: stopped (not all was sent within 2 s)" in said) == ("hangs" in mirrors)
-    assert ("W&B: stopped (x)" in said) == ("raises" in mirrors)
+    output = capsys.readouterr().out
+    assert ("W&B: stopped (not all was sent within 2 s)" in output) == ("hangs" in mirrors)
+    assert ("W&B: stopped (x)" in output) == ("raises" in mirrors)
     assert all(Path(tmp_path / name / "report.html").exists() for name in mirrors)

@@ -72,8 +72,8 @@ def test_other_forms_and_a_whole_training_set_are_refused_in_one_sentence(monkey
         ([{"input_ids": IDS[:, :0]}], r"input_ids of 2 dimensions, got \(20, 0\) in batch 0"),
         ([{"input_ids": IDS, "attention_mask": IDS * 0}], "a row of batch 0 has no 1 in its attention_mask"),
     ]
-    for given, said in cases:
-        with pytest.raises(InputError, match=said):
+    for given, sentence in cases:
+        with pytest.raises(InputError, match=sentence):
             list(GivenBatches(given))
     monkeypatch.setattr(batches, "MAX", 19)
     with pytest.raises(InputError, match=r"at most 19 texts or images, got more.*Subset"):

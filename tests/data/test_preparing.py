@@ -111,8 +111,8 @@ def start_script(code: str, *arguments: Path) -> subprocess.Popen[str]:
 @pytest.mark.soak
 def test_data_loaders_of_a_script_that_prepares_print_nothing(made, jsonl, tmp_path):
     loaders = "from torch.utils.data import DataLoader\nprint(len([*DataLoader(range(4), num_workers=2)]))\n"
-    said, errors = start_script(f"print('once')\n{PRINT}{loaders}", jsonl, tmp_path / "out").communicate()
-    assert said.split() == ["once", made.checksum, "4"]
+    printed, errors = start_script(f"print('once')\n{PRINT}{loaders}", jsonl, tmp_path / "out").communicate()
+    assert printed.split() == ["once", made.checksum, "4"]
     assert errors == ""
 
 

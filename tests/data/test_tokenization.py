@@ -130,8 +130,8 @@ def test_the_end_token_that_a_config_requests_ends_each_text(texts, tmp_path):
             trained.post_processor = processors.TemplateProcessing(single=before, special_tokens=tokens)
         trained.save(str(tmp_path / "tokenizer.json"))
         for asked in (True, False):
-            said = {"eos_token": "</s>", "add_eos_token": asked}
-            (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+            config = {"eos_token": "</s>", "add_eos_token": asked}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
             expected = [*([] if before is None else [start]), *plain]
             expected += [end] if asked or before == "<s> $A </s>" else []
             tokenizer = load_tokenizer(str(tmp_path)).tokenizer

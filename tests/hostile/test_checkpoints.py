@@ -163,9 +163,9 @@ def test_a_state_to_resume_from_may_hold_only_tensors(corpus, tmp_path, payload,
     for hidden in ({**content, "x": Payload(payload)}, {**content, "callbacks": {"x": Payload(payload)}}):
         torch.save(hidden, state)
         (facts,) = state.parent.glob("*.json")
-        said = json.loads(facts.read_text())
-        key = next(name for name, value in said.items() if isinstance(value, str) and len(value) == 64)
-        facts.write_text(json.dumps({**said, key: hashlib.sha256(state.read_bytes()).hexdigest()}))
+        stored = json.loads(facts.read_text())
+        key = next(name for name, value in stored.items() if isinstance(value, str) and len(value) == 64)
+        facts.write_text(json.dumps({**stored, key: hashlib.sha256(state.read_bytes()).hexdigest()}))
         capsys.readouterr()
         main_code = main(["fit", "--config", str(recipe), "--resume", "last", "--trainer.max_steps", "2"])
         assert main_code == 2

@@ -17,7 +17,7 @@ READ += " vocab.json merges.txt special_tokens_map.json tokenizer.json"
 
 def test_a_broken_link_next_to_weights_is_reported_and_not_treated_as_missing(tmp_path, capsys):
     """A tokenizer without its config would silently end its documents with another token."""
-    said = "{} is a link to nothing"
+    text = "{} is a link to nothing"
     for name in READ.split():
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()
@@ -30,10 +30,10 @@ def test_a_broken_link_next_to_weights_is_reported_and_not_treated_as_missing(tm
             reader = str if reads is load_tokenizer else Path
             with pytest.raises(InputError) as sentence:
                 reads(reader(folder))
-            assert said.format(folder / name) in str(sentence.value), reads
+            assert text.format(folder / name) in str(sentence.value), reads
     for name in ("config.json", "tokenizer_config.json"):
         folder = tmp_path / name.replace(".", "-")
-        assert said.format(folder / name) in refused(["analyze", str(folder), "--root", str(tmp_path / "out")], capsys)
+        assert text.format(folder / name) in refused(["analyze", str(folder), "--root", str(tmp_path / "out")], capsys)
 
 
 def test_a_model_with_links_and_a_readme_next_to_its_weights_is_opened(tmp_path):

@@ -32,9 +32,9 @@ FETCHING = [
 
 def test_a_logger_in_a_recipe_may_have_no_address_and_no_key(write, downloaded, capsys):  # noqa: F811
     for name, logger in ADDRESSES.items():
-        said = refused(["fit", "--config", write("trainer.logger", logger)], capsys)
-        assert f"{name}: a recipe names no address and no key: set a variable of " in said
-        assert "a" * 40 not in said, name
+        refusal = refused(["fit", "--config", write("trainer.logger", logger)], capsys)
+        assert f"{name}: a recipe names no address and no key: set a variable of " in refusal
+        assert "a" * 40 not in refusal, name
     assert not any(downloaded.iterdir())
 
 
@@ -47,8 +47,8 @@ def test_classes_that_download_or_start_programs_are_refused(write, downloaded, 
 
 def test_a_refused_program_is_not_imported_for_its_error_message(write, capsys):  # noqa: F811
     for named in ("os.system", "antigravity.fly", "torch.hub.load"):
-        said = refused(["fit", "--config", write("trainer.callbacks", [spec(named)])], capsys)
-        assert f"a recipe names no {named}: only " in said
+        refusal = refused(["fit", "--config", write("trainer.callbacks", [spec(named)])], capsys)
+        assert f"a recipe names no {named}: only " in refusal
     assert "antigravity" not in sys.modules
 
 

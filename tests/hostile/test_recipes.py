@@ -82,9 +82,9 @@ def weapons(request: pytest.FixtureRequest, tmp_path: Path, canary: Path, payloa
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command that must be refused, and return its sentence."""
     assert main(arguments) == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith(f"lit-layers {arguments[0]}: error: "), said
-    return said[-1].split(": error: ", 1)[1]
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"lit-layers {arguments[0]}: error: "), lines
+    return lines[-1].split(": error: ", 1)[1]
 
 
 def test_nothing_is_instantiated_in_a_field_of_plain_values(weapons, write, corpus, canary):
@@ -97,9 +97,9 @@ def test_nothing_is_instantiated_in_a_field_of_plain_values(weapons, write, corp
 def test_a_field_takes_only_classes_of_its_kind_from_listed_modules(weapons, write, canary, capsys):
     for name, weapon in weapons.items():
         for key, kind in ((CALLBACK, "Callback"), ("model", "LightningModule"), ("analyses", "Analysis")):
-            said = refused(["fit", "--config", write(key, weapon if key == "model" else [weapon])], capsys)
-            is_listed = "a recipe names no " in said and said.endswith(ONLY)
-            assert is_listed or f"does not correspond to a subclass of {kind}" in said, (name, said)
+            refusal = refused(["fit", "--config", write(key, weapon if key == "model" else [weapon])], capsys)
+            is_listed = "a recipe names no " in refusal and refusal.endswith(ONLY)
+            assert is_listed or f"does not correspond to a subclass of {kind}" in refusal, (name, refusal)
     assert not canary.exists()
 
 
@@ -118,8 +118,8 @@ def test_a_key_that_only_ends_like_a_class_is_not_a_class(
     monkeypatch.setattr(sys, "path", [*sys.path, str(downloaded)])
     for value in ("hidden_module", "no_such_module.x", "not a path!"):
         recipe = write("model.init_args.config", {"x.class_path": value}, corpus=str(corpus))
-        said = refused(["fit", "--config", recipe], capsys)
-        assert "'x.class_path' is no option of gpt2" in said
+        refusal = refused(["fit", "--config", recipe], capsys)
+        assert "'x.class_path' is no option of gpt2" in refusal
     assert not canary.exists()
     assert "hidden_module" not in sys.modules
 
@@ -138,8 +138,8 @@ def test_code_of_the_user_is_named_only_on_the_command_line_and_must_exist(write
         assert "code" in refused(["fit", "--config", write(key, "subprocess")], capsys), key
     words = ("no_such_package", "lit_layers.nothing", "../x.py", "a b", "", " ")
     for named in (*(["--code", word] for word in words), ["--code"], ["--code="]):
-        said = refused(["fit", "--config", write(), *named], capsys)
-        assert said.startswith("--code: expected an importable package or module, or a folder such as ."), named
+        refusal = refused(["fit", "--config", write(), *named], capsys)
+        assert refusal.startswith("--code: expected an importable package or module, or a folder such as ."), named
 
 
 def test_an_error_in_code_of_the_user_is_reported_in_one_sentence(write, tmp_path, capsys, monkeypatch):
@@ -153,8 +153,8 @@ def test_an_error_in_code_of_the_user_is_reported_in_one_sentence(write, tmp_pat
         file = tmp_path / "own" / f"{module}.py"
         file.write_text(code)
         recipe = write(CALLBACK, [spec(f"{module}.Thing")])
-        said = refused(["fit", "--config", recipe, "--code", str(tmp_path / "own")], capsys)
-        assert said == sentence.replace("FILE", str(file))
+        refusal = refused(["fit", "--config", recipe, "--code", str(tmp_path / "own")], capsys)
+        assert refusal == sentence.replace("FILE", str(file))
 
 
 def test_user_code_is_imported_only_if_the_command_line_names_it(
@@ -164,9 +164,9 @@ def test_user_code_is_imported_only_if_the_command_line_names_it(
     own = f"{payload}from lightning.pytorch import Callback\n\nclass Own(Callback):\n    pass\n"
     (downloaded / "own_code_of_a_user.py").write_text(own)
     recipe = write(CALLBACK, [spec("own_code_of_a_user.Own")])
-    said = refused(["fit", "--config", recipe], capsys)
-    assert said.startswith("trainer.callbacks: a recipe names no own_code_of_a_user.Own: only lit_layers, ")
-    assert said.endswith(ONLY)
+    refusal = refused(["fit", "--config", recipe], capsys)
+    assert refusal.startswith("trainer.callbacks: a recipe names no own_code_of_a_user.Own: only lit_layers, ")
+    assert refusal.endswith(ONLY)
     assert not canary.exists()
     with pytest.raises(SystemExit) as ended:
         main(["fit", "--code", ".", "--config", recipe, "--print_config"])
@@ -200,9 +200,9 @@ def test_a_class_with_a_function_as_default_is_created_and_its_errors_are_one_se
         main(["fit", "--config", recipe, "--print_config"])
     assert ended.value.code == 0
     recipe = write(CALLBACK, [spec("lightning.pytorch.callbacks.EarlyStopping", monitor="loss", mode="sideways")])
-    said = refused(["fit", "--config", recipe], capsys)
-    assert "early_stopping.py, line " in said
-    assert "MisconfigurationException: `mode` can be min, max, got sideways" in said
+    refusal = refused(["fit", "--config", recipe], capsys)
+    assert "early_stopping.py, line " in refusal
+    assert "MisconfigurationException: `mode` can be min, max, got sideways" in refusal
 
 
 def test_a_task_file_of_lm_eval_is_code_and_a_recipe_may_not_name_it(write, tmp_path, canary, payload, capsys):

@@ -67,10 +67,10 @@ def test_figures_are_drawn_by_a_python_process_that_ignores_environment_variable
         "import numpy, sys, vl_convert\nprint(numpy.__file__, vl_convert.__file__, sys.argv[1])\n"
     )
     line = isolated_command(planted / "program.py", ["numpy", "vl_convert"], "word")
-    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run(line, capture_output=True, text=True, check=True).stdout.split()
     drawing = find_spec("vl_convert")  # not imported in the tests' own process
     assert drawing is not None
-    assert said == [np.__file__, drawing.origin, "word"]
+    assert printed == [np.__file__, drawing.origin, "word"]
     assert not canary.exists()
 
 

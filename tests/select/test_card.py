@@ -46,8 +46,8 @@ def test_a_page_leaves_out_unknown_facts():
 def test_a_page_mentions_images_and_a_final_norm_only_if_the_model_has_them():
     facts = HeadFacts(kind="regression", task="stars", layer=2, pooling="mean", max_tokens=None, classes=None)
     pages = [
-        render(card(), facts, package="transformers", picture=None, of_images=there, final_norm=there)
-        for there in (True, False)
+        render(card(), facts, package="transformers", picture=None, of_images=present, final_norm=present)
+        for present in (True, False)
     ]
     for part, expected in (
         ("pixel_values", [True, False]),

@@ -249,9 +249,9 @@ def test_invalid_options_and_rows_are_refused_before_any_feature_is_computed():
 
 
 def test_progress_is_reported_layer_by_layer():
-    data, told = planted(3), []
-    choose(data, data.targets, num_classes=3, progress=lambda *args: told.append(args))
-    assert told == [*((layer, 6, f"probe of layer {layer}") for layer in range(6)), (6, 6, "")]
+    data, reported = planted(3), []
+    choose(data, data.targets, num_classes=3, progress=lambda *args: reported.append(args))
+    assert reported == [*((layer, 6, f"probe of layer {layer}") for layer in range(6)), (6, 6, "")]
 
 
 def test_the_choice_by_log_loss_equals_that_of_scikit_learns_probabilities():

@@ -142,8 +142,8 @@ def link_to_itself(root: Path) -> None:
 
 def write_trainer_states(root: Path) -> None:
     for step in EVEN:
-        said = 80 if step == 60 else step
-        file(root, step, "trainer_state.json").write_text(json.dumps({"global_step": said}))
+        recorded = 80 if step == 60 else step
+        file(root, step, "trainer_state.json").write_text(json.dumps({"global_step": recorded}))
 
 
 def copy_tensor(root: Path, name: str, source: int, *steps: int) -> None:

@@ -145,8 +145,8 @@ def test_a_prompt_template_is_compiled_once_for_all_rows(folder, monkeypatch):
 
 def test_equal_orders_are_scored_once(model, make):
     analysis = make(variants=("reverse", "random", "parallel", "middle_repeat"), middles=(1,), seeds=(0, 1))
-    records, said = scored(analysis, model)
-    assert said == ["arc_challenge: baseline (1 of 6)"]
+    records, messages = scored(analysis, model)
+    assert messages == ["arc_challenge: baseline (1 of 6)"]
     assert len(files(analysis)) == 1
     (mean,) = [r for r in records if r.metric == "task_score" and "num_seeds" in r.tags]
     assert mean.tags["num_identical"] == 2
@@ -155,8 +155,8 @@ def test_equal_orders_are_scored_once(model, make):
 def test_an_interrupted_run_resumes_and_a_damaged_file_is_scored_again(model, make):
     first = make(variants=("skip", "reverse", "parallel"))
 
-    def stop(told):
-        if "reverse" in told:
+    def stop(message):
+        if "reverse" in message:
             raise KeyboardInterrupt
 
     first.tell = stop
@@ -164,14 +164,14 @@ def test_an_interrupted_run_resumes_and_a_damaged_file_is_scored_again(model, ma
         list(records_of(first, LayeredModel(model)))
     assert len(files(first)) == 2
     before = {path: path.stat().st_mtime_ns for path in files(first)}
-    records, said = scored(make(variants=("skip", "reverse", "parallel")), model)
-    assert [told.split(": ")[1].split(" ")[0] for told in said] == ["reverse", "parallel"]
+    records, messages = scored(make(variants=("skip", "reverse", "parallel")), model)
+    assert [message.split(": ")[1].split(" ")[0] for message in messages] == ["reverse", "parallel"]
     assert all(path.stat().st_mtime_ns == before[path] for path in before)
     assert scored(make(variants=("skip", "reverse", "parallel"), batch_size=2), model) == (records, [])
     files(first)[0].write_text("{")
-    again, said = scored(make(variants=("skip", "reverse", "parallel")), model)
+    again, messages = scored(make(variants=("skip", "reverse", "parallel")), model)
     assert again == records
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_results_of_other_weights_architectures_options_and_rows_are_separate(folder, model, make, tmp_path):
@@ -184,8 +184,8 @@ def test_results_of_other_weights_architectures_options_and_rows_are_separate(fo
     cases = [(tiny_causal_model(blocks=BLOCKS, seed=4), {}), (other, {}), (model, {"limit": 2})]
     cases += [(model, {"max_new_tokens": 9}), (model, {"task": "winogrande"})]
     for changed, options in cases:
-        _, said = scored(make(**options), changed)
-        assert len(said) == 2
+        _, messages = scored(make(**options), changed)
+        assert len(messages) == 2
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text((folder / "tokenizer" / "tokenizer.json").read_text())
     moved = make()
@@ -216,17 +216,17 @@ def test_a_failing_variant_does_not_stop_the_others(model, make, monkeypatch):
 
     monkeypatch.setattr(LmEvalScorer, "score", score)
     analysis = make(variants=("skip", "reverse"))
-    records, said = scored(analysis, model)
+    records, messages = scored(analysis, model)
     (failed,) = [record for record in records if record.metric == "failed"]
     tags = {"variant": "skip", "middle": 3, "task": "arc_challenge"}
     assert failed.tags == tags | {"error": "OutOfMemoryError: out of memory"}
     assert {r.tags["variant"] for r in records if r.metric == "task_score"} == {"baseline", "reverse"}
-    assert said[2] == "arc_challenge: skip M=3 failed: OutOfMemoryError: out of memory"
+    assert messages[2] == "arc_challenge: skip M=3 failed: OutOfMemoryError: out of memory"
     assert len(files(analysis)) == 2
     monkeypatch.setattr(LmEvalScorer, "score", whole)
-    records, said = scored(make(variants=("skip", "reverse")), model)
+    records, messages = scored(make(variants=("skip", "reverse")), model)
     assert not [record for record in records if record.metric == "failed"]
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_an_error_of_the_full_model_is_raised(make):

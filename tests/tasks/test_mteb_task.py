@@ -160,9 +160,9 @@ def test_a_layer_scores_as_mteb_scores_a_new_task_and_as_it_scores_alone(home, s
     plain = fresh.evaluate(LayerEncoder(embeddings, 2), "test", encode_kwargs=options)
     assert scored(name)[2].value == plain["default"]["main_score"]
     assert list(records_of(task(name, *home, tmp_path, layers=(2,)), view)) == [scored(name)[2]]
-    said = json.loads(next(tmp_path.rglob("layer-002.json")).read_text())
-    assert said["mteb_version"].startswith("2.")
-    assert ("another draw" in said.get("difference", "")) == ("v_measures" in said["scores"])
+    stored = json.loads(next(tmp_path.rglob("layer-002.json")).read_text())
+    assert stored["mteb_version"].startswith("2.")
+    assert ("another draw" in stored.get("difference", "")) == ("v_measures" in stored["scores"])
 
 
 def test_an_interrupted_task_resumes_and_a_damaged_result_is_computed_again(home, scored, tmp_path, monkeypatch):

@@ -157,13 +157,13 @@ class Meta:
 
 def vectors(folder: Path, root: Path, layer: int, *, meta: Any = Meta, modules: Any = "last", **asked: Any) -> Any:
     """Return the vectors of a layer that mteb receives."""
-    said: Any = read_encoder(folder)
-    one, view = task("STSBenchmark", None, folder, root, encoder=said, modules=modules), saved_model(folder)
+    own: Any = read_encoder(folder)
+    one, view = task("STSBenchmark", None, folder, root, encoder=own, modules=modules), saved_model(folder)
     settings = embedding_of(
-        folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last_pooling=said.pooling
+        folder, max_tokens=one.max_tokens, pooling=one.pooling, states=one.states, last_pooling=own.pooling
     )
     embeddings = TaskEmbeddings(view, **settings)
-    encoder = LayerEncoder(embeddings, layer, said, follows=one._follows(layer, view))
+    encoder = LayerEncoder(embeddings, layer, own, follows=one._follows(layer, view))
     return encoder.encode([{"text": TEXTS}], task_metadata=meta, **asked)
 
 
@@ -217,8 +217,8 @@ def test_the_command_uses_the_modules_at_the_last_layer_and_reports_it(home, tmp
     (found,) = read(tmp_path / "measurements.jsonl")
     tags = {"pooling": "mean", "states": "hf", "modules": "last at the last layer"}
     assert all(record.tags.items() >= tags.items() for record in found.records)
-    said = [json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json"))]
-    assert [each["pooling"] for each in said] == ["mean", "last"]
+    stored = [json.loads(file.read_text()) for file in sorted((tmp_path / "mteb").rglob("layer-*.json"))]
+    assert [each["pooling"] for each in stored] == ["mean", "last"]
     assert mteb(home, tmp_path / "named", "--pooling", "mean", "--layers", "2,3") == 0
     (plain,) = read(tmp_path / "named" / "measurements.jsonl")
     assert all(record.tags.keys().isdisjoint({"modules"}) for record in plain.records)
