@@ -64,8 +64,8 @@ class Record:
         layer, other_layer: the layer, or pair of layers, it belongs to; None: the whole model.
         stderr, n: standard error and sample size over prompts or test rows.
         low, high: ends of the 95% interval.
-        tags: values that tell numbers of one metric apart (`k`, `reference`, ...). Tags named `num_...` are counts of
-            what entered the number and do not tell numbers apart.
+        tags: values that identify the number among those of its metric (`k`, `reference`, ...). Tags named `num_...`
+            are counts, for example of left-out prompts, and do not identify it.
         by_prompt: (prompts,), the values whose mean is `value`, in the order of the data; NaN for a prompt without one.
         states: (prompts, dim), the vectors that the number is computed from. `records.write_values` writes `by_prompt`
             and `states` to a file of their own.
@@ -133,7 +133,7 @@ class Measurement:
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
-    """Return the tags that tell numbers apart: all tags except counts (`num_...`) and those in `without`."""
+    """Return the tags that identify a record among those of its metric: all except counts (`num_...`) and `without`."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
@@ -159,7 +159,7 @@ def sha16(*parts: str | bytes | memoryview) -> str:
 
 
 def settings_name(config_hash: str | None, data_hash: str | None) -> str:
-    """Return the name of settings: `CONFIG.DATA`, or `CONFIG` for an analysis without data."""
+    """Return the name of settings (options and data of an analysis): `CONFIG.DATA`, or `CONFIG` without data."""
     return ".".join([str(config_hash or UNKNOWN), *([str(data_hash)] if data_hash else [])])
 
 
@@ -169,15 +169,15 @@ def settings_of(measurement: Measurement) -> str:
 
 
 def short(settings: str) -> str:
-    """Return the name of settings with eight digits of each hash."""
+    """Return the name of settings, shortened to eight digits of each hash."""
     return ".".join(part[:8] for part in settings.split("."))
 
 
 def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
     """Return the measurements without those that their training abandoned.
 
-    A training resumed at a step abandons the later steps measured before. `known` adds resumed steps that the
-    measurements do not record yet.
+    A training that is resumed at a step abandons its measurements of later steps. Each measurement records the steps
+    at which its training was resumed so far. `known` has the complete list, if it is known.
 
     Raises:
         InputError: a run has measurements of two trainings.
@@ -239,7 +239,7 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
 def split_shown(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Return the result of `shown`, and the last measurements of all other settings."""
+    """Return two lists: the result of `shown`, and the last measurements of all other settings."""
     measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
@@ -304,7 +304,9 @@ def refuse_other_versions(theirs: Mapping[str, str], who: str) -> None:
 
 
 def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:
-    """Return, by run and analysis, the settings logged under the plain name of the analysis: those measured first.
+    """Return, by run and analysis, the settings whose curves are logged under the plain name of the analysis.
+
+    These are the settings that were measured first.
 
     Unlike the settings of `shown`, these never change while a file grows, so that a logged curve stays one curve.
     """

@@ -86,7 +86,10 @@ class LayerResult:
         return charts[0] if len(charts) == 1 else Panels(title="", charts=charts, columns=min(3, len(charts)))
 
     def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
-        """Return, for each analysis with the metric, a profile of all models, or else maps, or else a row per model."""
+        """Return charts of a metric, for each analysis that measures it.
+
+        That is a profile over the layers if it has one, else a map per model, else a chart with a row per model.
+        """
         table: Any = self.frame
         analyses = (
             [options["analysis"]] if "analysis" in options else table["analysis"][table["metric"] == metric].unique()

@@ -25,7 +25,7 @@ class Metric:
         title: title in sentence case.
         meaning: one sentence that helps to read the numbers; `better` adds the direction.
         low, high: range of the values, for all options.
-        better: which values are better; None: the metric is no score.
+        better: which values are better; None: the metric is not a score.
         baseline: metric with the chance level, or another metric to draw for comparison.
         as_baseline: title of this metric where it is drawn for comparison with another.
         excess: metric that has the chance level subtracted.
@@ -214,7 +214,10 @@ def _compared(row: Metric) -> str:
 
 @functools.cache
 def _definition(function: str) -> Definition:
-    """Return the definition in the docstring of a function such as `entropy.matrix_entropy`, without Args to Raises."""
+    """Return the definition in the docstring of a function such as `entropy.matrix_entropy`.
+
+    It has neither the sections from Args to Raises nor the verb Return.
+    """
     module, _, name = function.rpartition(".")
     source = files("lit_layers").joinpath("functional", *module.split(".")[:-1], f"{module.split('.')[-1]}.py")
     tree = ast.parse(source.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Recipes that measure published figures and tables again and compare the numbers with the printed ones.
 
-A recipe lists steps. Each names a command of lit-layers and has the content of a recipe of that command (see
-docs/papers.md).
+Such a recipe lists steps. A step is a command of lit-layers with its options, as that command's own recipe would have
+them (see docs/papers.md).
 """
 
 import functools
@@ -29,7 +29,7 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # commands of steps
+VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # allowed in a step
 OVER = ("run", "step", "layer")  # values of `over`, besides names of tags and columns
 _NAME = re.compile(r"<([a-z]\w*)>")
 
@@ -64,13 +64,15 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Published:
-    """A printed number, or several over runs, steps, layers or values of a tag, and the location of the measured one.
+    """One or several printed numbers, and the location of the measured number that each is compared with.
+
+    Several numbers are given over runs, steps, layers, or values of a tag or column.
 
     Args:
         what: the quantity in words.
         value: the printed number.
         values: printed numbers by the value of `over`.
-        over: run, step, layer, the name of a tag, or a column of the file.
+        over: what the keys of `values` are: run, step, layer, the name of a tag, or a column of `measured.file`.
         error: error of reading the number off a figure.
         at_least, at_most: a bound that the paper states in words, instead of a number.
         measured: location of the measured number.
@@ -184,7 +186,10 @@ def read_recipe(path: Path) -> PaperRecipe:
 
 
 def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
-    """Replace `<name>` in a value by the value of the name; a text that is only one name takes its type."""
+    """Replace each `<name>` in a value by the value of the name.
+
+    A text that is only `<name>` becomes the value itself, with its type.
+    """
     if isinstance(value, Mapping):
         return {key: _filled(each, names, where) for key, each in value.items()}
     if isinstance(value, list):
@@ -275,7 +280,7 @@ def _content(path: Path) -> Any:
 
 
 def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
-    """Return the number at a location and the ends of its interval; None for unknown ends.
+    """Return the number at `target` and the ends of its interval, which are None if unknown.
 
     Raises:
         _MissingError: there is no such number.
@@ -300,7 +305,10 @@ def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[floa
 
 
 def _row(table: Any, target: Target, name: str) -> Mapping[Any, Any]:
-    """Return the only row that matches a location. Fields it leaves out (except run and step) must be empty there."""
+    """Return the only row of the table that matches `target`.
+
+    Fields of a record that the target leaves out must be empty in the row, except run and step.
+    """
     wanted: dict[str, Any] = dict(target.row)
     if not target.file:
         table = table[(table["analysis"] == target.analysis) & (table["metric"] == target.metric)]

@@ -96,7 +96,7 @@ def read(path: str | Path) -> list[Measurement]:
     """Return the measurements of a file, in order; an empty list if there is no file.
 
     Raises:
-        InputError: a line is no measurement.
+        InputError: a line is not a valid measurement.
     """
     return list(lines_of(Path(path), Measurement))
 
@@ -115,7 +115,9 @@ def lineage_in(root: str | Path) -> Lineage | None:
 
 
 class Store:
-    """The last measurement of each identity in one file, old and new, without those that a training abandoned.
+    """The measurements of one file, with those added since: the last of each identity (see `lit_layers.identity`).
+
+    Measurements that a training abandoned are left out.
 
     Args:
         path: the file; it need not exist yet.
@@ -140,7 +142,7 @@ class Store:
         return iter([*self._last.values()])
 
     def add(self, measurement: Measurement) -> Measurement:
-        """Write a measurement and its values of prompts to the disk; return the measurement without these values.
+        """Write a measurement and its `by_prompt` values to the disk; return the measurement without these values.
 
         Raises:
             InputError: another training has taken over the folder, while this process measured the first one.
@@ -175,7 +177,7 @@ class Store:
 
 
 class UnwrittenStore(Store):
-    """A store for a process that does not write: it keeps new measurements in memory, with their values of prompts."""
+    """A store for a process that does not write: it keeps new measurements in memory, with their `by_prompt` values."""
 
     def add(self, measurement: Measurement) -> Measurement:
         keep(self._last, measurement)
@@ -195,13 +197,14 @@ def frame(
     """Return the tidy table of measurements: one row per number, one column per tag.
 
     Failed measurements give no rows. A tag with the name of another column becomes `tag_<name>`. If a checkpoint is
-    suspect, a last column `audit` has the verdicts. Figures refuse rows of several settings, and suspect rows unless
-    an option allows them.
+    suspect, a last column `audit` has the verdicts. Figures refuse a table with several settings, and one with suspect
+    rows unless an option allows these.
 
     Args:
         measurements: measurements, a file of them, the folder of a run, or a list of files and folders; a list adds a
             first column `root`.
-        settings: names of settings to use instead of the default of `lit_layers.identity`; `last`; `all`.
+        settings: which settings (options and data of an analysis) to take, by name. `last` takes those measured last,
+            `all` takes all; the default is explained in `lit_layers.identity`.
 
     Raises:
         InputError: a file does not exist or has a corrupt line, or no analysis has these settings.
@@ -257,7 +260,7 @@ class ScalarLog:
         self._ready = False
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add values to the row of `step`; of two values with one name the last counts.
+        """Add values to the row of `step`; a value replaces an earlier one of the same name.
 
         Raises:
             ValueError: the file has a later step (`truncate` it first), or a scalar is named `step`.
@@ -289,7 +292,7 @@ class ScalarLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def truncate(self, offset: int) -> None:
-        """Drop the open row and all rows after `offset`, an earlier value of the property.
+        """Drop the open row and all rows after byte `offset`, an earlier value of the property `offset`.
 
         A file that was deleted is not created again.
 
@@ -334,7 +337,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
     """Return the rows of a `metrics.jsonl`, one per step: `{"step": ..., name: value}`; empty if there is no file.
 
     Raises:
-        InputError: a line is no row.
+        InputError: a line is not a valid row.
     """
     lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # closing the log can split a step's row
     return [
@@ -343,7 +346,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:
-    """Return a column per tag, typed if all its values have one type, else of Python objects."""
+    """Return a column per tag. It is typed if all its values have one type, and else has Python objects."""
     columns = {}
     for name in dict.fromkeys(name for _, record in pairs for name in record.tags):
         values = [record.tags.get(name) for _, record in pairs]
@@ -358,7 +361,7 @@ _ROUNDING = 1e-5  # relative rounding error of a mean of many numbers in float32
 
 
 def write_values(root: Path, measurement: Measurement) -> None:
-    """Write a measurement's values of prompts, and its states as `layer-L`, to a file of its own, atomically.
+    """Write the `by_prompt` values of a measurement's records, and their `states` as `layer-L`, to their own file.
 
     Values are written for numbers that form curves, not for matrices, maps, or scores on a probe's training rows. A
     failure to write is only a warning, because the numbers themselves matter more.
@@ -379,7 +382,7 @@ def write_values(root: Path, measurement: Measurement) -> None:
 
 
 def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
-    """Return a measurement's values of prompts, (prompts,) each, by the name of the curve (see `key`).
+    """Return the stored `by_prompt` values, (prompts,) each, of a measurement's records, by `key`.
 
     The result is empty if there is no file, if it belongs to other weights, or, with a warning, if it is damaged.
     """
@@ -398,7 +401,7 @@ def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
 
 
 def values_path(root: Path, measurement: Measurement) -> Path:
-    """Return the path of a measurement's values; each training, run, step, analysis and settings has its own."""
+    """Return the path of `by_prompt` values: one file for each training, run, step, analysis and settings."""
     digest = sha16(json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)]))
     step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
     name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
@@ -406,7 +409,7 @@ def values_path(root: Path, measurement: Measurement) -> Path:
 
 
 def drop_values(measurement: Measurement) -> Measurement:
-    """Return the measurement without values of prompts and states, as `measurements.jsonl` has it."""
+    """Return the measurement as `measurements.jsonl` has it: without `by_prompt` and `states` of its records."""
     return replace(measurement, records=[replace(each, by_prompt=None, states=None) for each in measurement.records])
 
 
@@ -419,7 +422,7 @@ def _makes_a_curve(record: Record) -> bool:
 
 
 def _is_mean(values: ByPrompt, value: float) -> bool:
-    """Return whether `value` is the mean of the values, which must be at least two."""
+    """Return whether there are two or more defined values and `value` is their mean."""
     defined = values[~np.isnan(values)].astype(np.float64)
     if len(defined) < 2 or not np.isfinite(defined).all():
         return False
@@ -472,7 +475,7 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
     """Yield each complete line, parsed as `kind`.
 
     Raises:
-        InputError: a line is no `kind`.
+        InputError: a line is not a valid `kind`.
     """
     if not path.exists():
         return

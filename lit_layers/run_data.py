@@ -29,7 +29,7 @@ class RunData:
         measurements: the measurements of the curves of one run, or of all models if these have no steps.
         scalars: the rows of metrics.jsonl.
         other_runs: names of other runs in the folder.
-        others: the measurements of other settings.
+        others: the measurements of other settings (options and data of an analysis), which are in no curve.
     """
 
     root: Path
@@ -69,10 +69,10 @@ class RunData:
 def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     """Return the content of a run folder, also that of an interrupted run.
 
-    `settings` replaces the default settings of `lit_layers.identity`.
+    `settings` chooses other settings (options and data of an analysis) than the default of `lit_layers.identity`.
 
     Raises:
-        InputError: the folder is no run folder, a file is corrupt, or no analysis has these settings.
+        InputError: the folder is not a run folder, a file is corrupt, or no analysis has these settings.
     """
     root = Path(root)
     files = root / "measurements.jsonl", root / "metrics.jsonl"
@@ -97,7 +97,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
 
 
 def other_settings(run: RunData) -> list[str]:
-    """Return a sentence for each analysis with several settings: the settings shown, and the others."""
+    """Return a sentence for each analysis with several settings, naming those that are shown and those that are not."""
     chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
     sentences = []
     for (name, analysis), measured in grouped(run.others, lambda m: (m.run, m.analysis)).items():
@@ -112,7 +112,7 @@ def other_settings(run: RunData) -> list[str]:
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:
-    """Return the steps, or models, that an audit found suspect, by verdict."""
+    """Return the steps, or models, that an audit found suspect: lists by verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
     by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
     return {verdict: list(dict.fromkeys(map(run.label, these))) for verdict, these in by_verdict.items()}
@@ -179,8 +179,8 @@ def provenance(run: RunData) -> dict[str, Any]:
     """Return the provenance of the numbers in five parts.
 
     `shared` has the fields that are equal in all measurements. `checkpoints` has a row per step or model, with the
-    fields that differ only between these. `analyses` has all values of the other fields, by analysis. `config` is the
-    configuration in run.json, and `run` the rest of run.json.
+    other fields that are equal in all measurements of a step or model. `analyses` has all values of the remaining
+    fields, by analysis. `config` is the configuration in run.json, and `run` the rest of run.json.
     """
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"

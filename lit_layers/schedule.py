@@ -21,7 +21,7 @@ class Schedule:
     """A set of optimizer steps. It always contains step 0; the training loop adds the last step of the run.
 
     Raises:
-        InputError: `steps` has an unknown form, or a step is negative or no whole number.
+        InputError: `steps` has an unknown form, or a step is negative or not a whole number.
     """
 
     def __init__(self, steps: Steps) -> None:

@@ -1,4 +1,4 @@
-"""Checks of files that are read back and of option ranges; each fault becomes one sentence.
+"""Type checks of files that the package reads, and range checks of options; an error is one sentence.
 
 The content of a file is typed as a dataclass or TypedDict of the types below, with one of the two configurations.
 Parsing and checking by pydantic is faster than parsing by Python's `json`.
@@ -37,7 +37,7 @@ _LONG = 80  # characters of a value that a sentence shows
 
 @dataclass(frozen=True)
 class Expected:
-    """Replace pydantic's message, which would list every alternative of a type, by these words."""
+    """An annotation with words for pydantic's error message, which would list every alternative of a type."""
 
     words: str
 
@@ -59,14 +59,16 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class NotJson(InputError):
-    """Raised for text that is no JSON at all: damaged or truncated."""
+    """Raised for text that is not JSON at all: damaged or truncated."""
 
 
 def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T:
-    """Return the content of JSON text as `kind`. An error sentence begins with `where` and ends with `remedy`.
+    """Return the content of JSON text, checked against the type `kind`.
+
+    The message of an error begins with `where`, the file, and ends with `remedy`, what the user should do.
 
     Raises:
-        NotJson: the text is no JSON.
+        NotJson: the text is not JSON.
         InputError: a field is missing, unknown or of another type.
     """
     try:
@@ -76,7 +78,7 @@ def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T
 
 
 def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
-    """Return data that another parser has read, such as YAML, as `kind`; see `parse`."""
+    """Return data from another parser, such as YAML, checked like `parse`."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
@@ -84,10 +86,10 @@ def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
 
 
 def read(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a JSON file as `kind`.
+    """Return the content of a JSON file, checked like `parse`.
 
     Raises:
-        InputError: the file is no `kind` or cannot be read.
+        InputError: the file is not a valid `kind` or cannot be read.
     """
     with refused(f"cannot read {path}"):
         text = path.read_bytes()
@@ -95,10 +97,10 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a YAML file as `kind`; its keys become text, as in JSON.
+    """Return the content of a YAML file, checked like `parse`; its keys become text, as in JSON.
 
     Raises:
-        InputError: the file is no `kind` or cannot be read.
+        InputError: the file is not a valid `kind` or cannot be read.
     """
     import yaml
 
@@ -136,7 +138,7 @@ def _refusal(error: ValidationError, where: str | Path, remedy: str) -> InputErr
 
 
 def beginning(value: Any) -> str:
-    """Return the beginning of a wrong value, for a sentence."""
+    """Return the beginning of a wrong value, for an error message."""
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
@@ -177,7 +179,7 @@ SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, below=True)
 LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
-BATCH = Range(1, 2**24, whole=True)  # the indices of a batch are in one list before micro-batches are made
+BATCH = Range(1, 2**24, whole=True)  # a list of all indices of a batch must fit into memory
 WORKERS = Range(0, 256, whole=True)  # processes
 SEED = Range(0, 2**32 - 1, whole=True)
 
@@ -196,7 +198,7 @@ def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str,
 
 
 def refuse_below_one(where: str = "", **counts: int | None) -> None:
-    """Refuse the first option that is no whole number of at least 1; None is left to the type checks.
+    """Refuse the first option that is not a whole number of at least 1; None is left to the type checks.
 
     Raises:
         InputError: there is such an option.

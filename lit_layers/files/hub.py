@@ -21,7 +21,7 @@ def named_shards(content: str | bytes) -> dict[str, str]:
     """Return the file of every tensor, from the content of a `model.safetensors.index.json`.
 
     Raises:
-        ValueError: the content is no such index, or it names a file outside its folder.
+        ValueError: the content is not such an index, or it names a file outside its folder.
     """
     try:
         shards = json.loads(content)["weight_map"]
@@ -73,7 +73,7 @@ def reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def hub_errors(what: str, advice: str = "") -> Iterator[None]:
-    """Turn errors of the Hub, and of libraries that read its data sets, into one sentence.
+    """Turn errors of the Hub, and of libraries that read its data sets, into an InputError of one sentence.
 
     huggingface_hub itself retries if the network fails or the Hub is busy.
 
@@ -82,7 +82,7 @@ def hub_errors(what: str, advice: str = "") -> Iterator[None]:
         advice: end of the sentence; empty: check the name, the revision and the network.
 
     Raises:
-        InputError: the code inside failed; the sentence gives the reason and the advice.
+        InputError: the code inside failed; the message gives the reason and the advice.
     """
     try:
         yield
@@ -114,7 +114,7 @@ class Hub:
     """Requests to the Hugging Face Hub.
 
     Raises:
-        InputError: a request failed; the sentence gives the reason and an advice.
+        InputError: a request failed; the message gives the reason and says what to do.
     """
 
     def __init__(self) -> None:

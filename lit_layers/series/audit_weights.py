@@ -29,8 +29,8 @@ SWAP, SWAP_AT_END = 0.9, 0.8
 STRANGER = 0.9
 # A step is unlike its neighbours if their cosine is above ALIKE and its cosine to both is below UNLIKE times theirs.
 UNLIKE, ALIKE = 0.3, 0.25
-# STRANGERS: cosine below which two steps may be of two trainings, which have at most 0.09. FASTER: how much faster
-# weights must change between two groups of steps than within each.
+# STRANGERS: two steps with a smaller cosine may come from two trainings; those measured had at most 0.09. FASTER: two
+# groups of steps are two trainings if weights change so many times faster between the groups than within each.
 STRANGERS, FASTER = 0.15, 5.0
 JUMP = 5.0  # last move of a tensor over its previous move, relative to the median tensor: healthy to 1.6
 FARTHER = 1.2  # |w[-1] - w[-3]| over |w[-2] - w[-3]| of a tensor, relative to the median tensor
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Listed:
-    """The file lists of a series: of the chosen checkpoints, of the last step and of `main`."""
+    """The lists of weight files of the chosen checkpoints, the last step and `main` of a series."""
 
     series: Series
     chosen: Sequence[Checkpoint]
@@ -103,11 +103,11 @@ class Path:
 
     steps: Sequence[Checkpoint]
     products: Mapping[str, np.ndarray]  # (steps, steps) for each matrix
-    rounding: float  # relative distance that the stored precision explains
+    rounding: float  # relative distance that may be rounding in the stored precision
 
     @classmethod
     def make(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
-        """Return the path of these steps, over the matrices (or `vectors`) that every step holds in one shape."""
+        """Return the path of these steps, from the matrices (or vectors) that have the same shape at every step."""
         import torch
 
         shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
@@ -144,9 +144,10 @@ class Path:
         return inner / lengths[:, None] / lengths
 
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the cosines of one tensor between steps, and <a, b> / min(|a|, |b|)^2.
+        """Return two matrices (steps, steps) for one tensor: cosines, and <a, b> / min(|a|, |b|)^2.
 
-        The second is at least 1 if later weights only add to the earlier ones. Both are 1 for a tensor of zeros.
+        a and b are the tensor's values at two steps. The second ratio is at least 1 if later weights only add to the
+        earlier ones. Both are 1 for a tensor of zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -321,7 +322,7 @@ def _is_stranger(cosine: np.ndarray, index: int) -> bool:
 class _Exchange(NamedTuple):
     first: int
     second: int
-    order: np.ndarray  # the indices of all steps after the exchange
+    order: np.ndarray  # the index of the step at each position after the exchange
     ratio: float  # length of the changed edges, new over old
     saved: float  # length of the changed edges, old less new
 
@@ -393,7 +394,7 @@ def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Se
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
-    """Return tensors that return to the values of an earlier step: their names by the indices of the equal steps.
+    """Find tensors that return to the values of an earlier step; return their names by the indices of the equal steps.
 
     Steps in `strange` are left out. A tensor that most steps share was never trained, and is also left out.
     """
@@ -416,7 +417,10 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
 
 
 def _is_least(values: Mapping[int, float], index: int, limit: float) -> bool:
-    """Return whether a value is below the limit and far below every other value; a single value has a lower limit."""
+    """Return whether the value at `index` is below the limit and far below every other value.
+
+    If there is no other value, the limit is lower.
+    """
     rest = [value for other, value in values.items() if other != index]
     return values[index] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
 

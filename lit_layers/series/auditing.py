@@ -409,7 +409,10 @@ class SeriesMeasurements:
         self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
 
     def run_of(self, checkpoint: Checkpoint) -> str:
-        """Return the run that the checkpoint's measurements belong to: the root's, or its own for a model of a set."""
+        """Return the name of the run that the checkpoint's measurements belong to.
+
+        That is the name of the root's run, or, if the series is a set of models without steps, the model's name.
+        """
         if checkpoint.run is not None:
             return checkpoint.run
         return checkpoint.name if checkpoint.step is None and checkpoint.has_series else self.run

@@ -35,7 +35,7 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class StepName:
-    """The step in a name, and the tokens in it, which its author rounded to billions."""
+    """The step in the name of a checkpoint, and the billions of training tokens, if the name has them."""
 
     name: str
     step: int
@@ -73,7 +73,7 @@ class Grammar:
         self._pattern = re.compile(pattern)
 
     def parse(self, name: str) -> StepName | None:
-        """Return the step in a name; None if the name does not match."""
+        """Return the step in a name; None if the name does not match the grammar."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -149,7 +149,7 @@ class Checkpoint:
     run: str | None = None  # name of the run; None: the name of the root's run, or of a model in a set
 
     def fetch(self) -> Path:
-        """Return a local folder with the model, downloaded if necessary. Threads may call it."""
+        """Return a local folder with the model, downloaded if necessary; safe to call in a thread."""
         return self.source.fetch()
 
     def load(self, *, dtype: "torch.dtype | None" = None, offload: "Offload | None" = None) -> "nn.Module":

@@ -24,7 +24,7 @@ from lit_layers.errors import InputError, no_folder
 from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 
-if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
+if TYPE_CHECKING:  # torch is imported inside functions, as in checkpoint.py
     import torch
     from torch import Tensor, nn
 

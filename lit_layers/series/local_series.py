@@ -18,7 +18,7 @@ from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
 from lit_layers.series.checkpoint_sources import CONFIG, FolderSource, Memory, ModelFiles, Source, companions
 
-if TYPE_CHECKING:  # torch inside functions, as in checkpoint.py
+if TYPE_CHECKING:  # torch is imported inside functions, as in checkpoint.py
     import torch
     from torch import Tensor, nn
 
@@ -99,7 +99,10 @@ _COUNTED = "n_averaged"  # a counter that torch's AveragedModel adds to the tens
 
 
 class NetworkTensors:
-    """Names and shapes of the tensors of the network in a folder's config.json; `rows` is its vocabulary size."""
+    """Names and shapes of the tensors of the network that a folder's config.json describes.
+
+    `rows` is the size of its vocabulary.
+    """
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -299,7 +302,7 @@ def read_lightning(path: Path) -> dict[str, Any]:
     """Return the content of a Lightning checkpoint, memory-mapped: values are read on first access.
 
     Raises:
-        InputError: the file is no Lightning checkpoint, cannot be read, or would run code.
+        InputError: the file is not a Lightning checkpoint, cannot be read, or would run code.
     """
     import torch
 

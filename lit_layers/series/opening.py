@@ -66,7 +66,7 @@ def entries_of(manifest: str | Path) -> list[Facts]:
     """Return the entries of a manifest.
 
     Raises:
-        InputError: the file is missing, is no YAML, or holds unknown fields or wrong values.
+        InputError: the file is missing, is not valid YAML, or has unknown fields or wrong values.
     """
     return schema.read_yaml(Path(manifest), _Content, "see checkpoints/pythia.yaml")["repositories"]
 
@@ -151,7 +151,7 @@ class HubRevisions(Series):
         """Return the steps and `main` of a repository whose branches are steps."""
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
-        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # the first of several trainings
+        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # [:1]: the first of several trainings
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
             some = f"{len(commits)} branches: {', '.join([*commits][:5])}"
@@ -159,7 +159,7 @@ class HubRevisions(Series):
         return [(one, sources[one.name]) for one in names], main
 
     def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
-        """Return the steps of a series whose steps are repositories, and `main`: the repository itself."""
+        """Return the sources of all steps, each its own repository, and as `main` the source of `self.repo`."""
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = ask_all(functools.partial(_source, hub), [*names, self.repo])
@@ -211,7 +211,7 @@ class OneModel(Series):
     Args:
         model: the folder or repository.
         revision: branch, tag or commit; None: `main`.
-        untrained: seed of new weights, initialised as the model's library does it. The run is then named
+        untrained: seed of new weights, which the model's library initialises. The run is then named
             `NAME@untrained-SEED` and has no step.
 
     Raises:
