@@ -136,7 +136,7 @@ def trouble(home: Path, folder: Path, argv: list[str], spoil: Callable[[Path], N
     if found is None:
         shutil.rmtree(folder)
         return None
-    return "\n    ".join([f"{found}: {' '.join(argv)[:300]} in {folder}", *outcome.said.strip().splitlines()[-8:]])
+    return "\n    ".join([f"{found}: {' '.join(argv)[:300]} in {folder}", *outcome.output.strip().splitlines()[-8:]])
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""A folder of local data with a few prompts of each benchmark, in `benchmarks`."""
+"""Write a folder of local data with a few prompts per benchmark in its subfolder `benchmarks`."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ NAMES = ("arc", "gsm8k", "hellaswag", "mmlu", "truthfulqa", "winogrande")
 
 
 def write_benchmarks(folder: Path, rows: int = 8) -> Path:
-    """Row n of every benchmark says which it is; later rows are longer."""
+    """Write `rows` prompts per benchmark, each with its row number and longer than the last; return the folder."""
     write_mapping(folder)
     (folder / "benchmarks").mkdir(exist_ok=True)
     for name, (file, column) in zip(NAMES, COLUMNS.items(), strict=True):

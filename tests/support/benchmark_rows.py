@@ -1,4 +1,4 @@
-"""A few rows of five benchmarks, as their local files hold them and as lm-eval's data sets do; a small tokenizer."""
+"""Write a few rows of five benchmarks, as local files and as the data sets of lm-eval, and a small tokenizer."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.support.data_mapping import write_mapping
 from tests.support.tiny_models import tiny
 
 TASKS = ("lambada", "arc_challenge", "hellaswag", "winogrande", "gsm8k")
-_FILES = {  # of lm-eval: the task's own file, and the split that is scored
+_FILES = {  # the task file of lm-eval, and the split it scores
     "lambada": ("lambada/lambada_openai.yaml", "test"),
     "arc_challenge": ("arc/arc_challenge.yaml", "test"),
     "hellaswag": ("hellaswag/hellaswag.yaml", "validation"),
@@ -39,7 +39,7 @@ _HELLASWAG = [  # activity, first and second half, endings, label
     ("Ironing", "A woman irons in a bedroom.", "then the woman from Rome",
      [", she stops.", "goes.", "sits, and she reads.", "x"], 3),
 ]  # fmt: skip
-_CLEANED = [  # of the above, written by hand
+_CLEANED = [  # the same rows after cleaning, written by hand
     ("High jump: A boy is running down a track. The boy", _HELLASWAG[0][3]),
     ("Family Life: How to rest. Close the door. Noise wakes people.",
      [" Put a sign on it. Wait.", " Open it.", "Sing.", "Run away. Now."]),
@@ -55,14 +55,14 @@ _SOLVED = [(_ASKED.format(n, n // 2), _ANSWERED.format(n, n // 2, n - n // 2)) f
 
 
 def write_tasks(folder: Path) -> Path:
-    """The files of the five tasks in `folder`, of the name benchmarks, and a mapping beside it."""
-    assert folder.name == "benchmarks", "where the mapping says"
+    """Write the files of the five tasks to `folder`, and `tasks.yaml` to its parent."""
+    assert folder.name == "benchmarks", "the folder that the mapping names"
     write_mapping(folder.parent)
     folder.mkdir(exist_ok=True)
     _write_parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
     arc = [(*row[:2], _choice_index(row[2])) for row in _ARC]
     _write_parquet(folder / "arc_challenge_test.parquet", _as_dicts(("question", "choices", "label"), arc))
-    cleaned = [(*row, of[4]) for row, of in zip(_CLEANED, _HELLASWAG, strict=True)]
+    cleaned = [(*row, original[4]) for row, original in zip(_CLEANED, _HELLASWAG, strict=True)]
     _write_parquet(folder / "hellaswag_validation.parquet", _as_dicts(("query", "choices", "label"), cleaned))
     winogrande = [{"sentence": row[0], "choices": [*row[1:3]], "label": int(row[3]) - 1} for row in _WINOGRANDE]
     _write_parquet(folder / "winogrande_validation.parquet", winogrande)
@@ -73,7 +73,7 @@ def write_tasks(folder: Path) -> Path:
 
 
 def scored_pairs(task: str, row: dict) -> list[tuple[str, str]]:
-    """The contexts and continuations that a row is scored by, written from lm-eval's task files by hand."""
+    """Return the contexts and continuations that score a row, as lm-eval's task files define them."""
     if task == "arc_challenge":
         return [(f"Question: {row['question']}\nAnswer:", f" {choice}") for choice in row["choices"]]
     before, after = row["sentence"].split("_")
@@ -81,7 +81,7 @@ def scored_pairs(task: str, row: dict) -> list[tuple[str, str]]:
 
 
 def lm_eval_file(task: str, folder: Path) -> str:
-    """A task file of lm-eval: its own, but for the rows, which are the same ones in its data set's columns."""
+    """Write lm-eval's own task file for these rows, in the columns of its data set, and return the path."""
     import lm_eval
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,14 +104,17 @@ def lm_eval_file(task: str, folder: Path) -> str:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer of 400 tokens, trained on the rows: words of several tokens, and ends that merge."""
+    """Save a byte-level tokenizer of 400 tokens, trained on the rows.
+
+    Some words have several tokens, and the end of a context can merge with its continuation.
+    """
     texts = [str(value) for task in TASKS for row in _official(task) for value in row.values()]
     save_tokenizer(train_bpe(texts * 3, 400), folder)
     return folder
 
 
 def tiny_causal_model(name: str = "gpt2", *, blocks: int = 5, positions: int = 600, **options) -> torch.nn.Module:
-    """A random causal model of 400 tokens, whose end of text is that of `write_tokenizer`."""
+    """Return a random causal model for the 400 tokens of `write_tokenizer` and its end-of-text token."""
     depth, length = ("n_layer", "n_positions") if name == "gpt2" else ("num_hidden_layers", "max_position_embeddings")
     options = {"vocab_size": 400, depth: blocks, length: positions, "bos_token_id": 0, "eos_token_id": 0, **options}
     return tiny(name, **options)

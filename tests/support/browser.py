@@ -1,4 +1,4 @@
-"""A page in headless Chromium: a script runs in it, and the page sends back what has become of it."""
+"""Open a page in headless Chromium, run a script in it, and get the resulting DOM."""
 
 import contextlib
 import http.server
@@ -31,14 +31,14 @@ _SCRIPT = """<script>{
 
 
 def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -> str:
-    """The page's DOM once `script`, the body of an async function, has ended in it: as soon as that is, in real time.
+    """Return the page's DOM after `script`, the body of an async function, has ended in the page.
 
-    The page is as it is on disk, but that it may talk to where it came from. A browser that hangs, from which not a
-    sign of life comes for a minute, is started anew, twice at most.
+    The page is served as it is on disk, except that it may send requests to its own server. A browser that sends no
+    heartbeat for a minute is restarted, at most twice.
 
     Raises:
-        AssertionError: an error in the page or the script, a browser that ended or hung three times, or a page that
-            has not finished within `timeout` seconds.
+        AssertionError: If the page or the script has an error, the browser exits, it hangs three times, or the page
+            is not finished after `timeout` seconds.
     """
     text = page.read_text()
     closed, end = "default-src 'none';", "</body>"
@@ -46,55 +46,55 @@ def dom_after(page: Path, script: str, profile: Path, *, timeout: float = 240) -
     before, _, after = text.replace(closed, f"{closed} connect-src 'self';").rpartition(end)
     text = before + _SCRIPT.replace("%s", script) + after
     for attempt in range(3):
-        what, answer = _run_browser(text.encode(), profile.with_name(f"{profile.name}{attempt}"), timeout)
-        if what != "hung":
+        result, answer = _run_browser(text.encode(), profile.with_name(f"{profile.name}{attempt}"), timeout)
+        if result != "hung":
             break
-    assert what == "/done", answer
+    assert result == "/done", answer
     return answer
 
 
 def _run_browser(page: bytes, profile: Path, timeout: float) -> tuple[str, str]:
-    """How a browser ends with the page, and what the page says then."""
+    """Return how the run ended ("/done", "/failed", "ended", "hung" or "late"), and the DOM or the error."""
     answers: queue.Queue[tuple[str, str]] = queue.Queue()
     server = _server(page, answers)
     address = f"http://127.0.0.1:{server.server_port}/"
     command = [str(CHROMIUM), *_OPTIONS.split(), f"--user-data-dir={profile}", address]
     journal = profile.parent / f"{profile.name}.log"
     with journal.open("wb") as log:
-        # a session of its own: its children end with it
+        # its own session, so that killing the group also ends its children
         browser = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:
-        what, answer = _first_reply(answers, browser, timeout)
+        result, answer = _first_reply(answers, browser, timeout)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all gone already
+        with contextlib.suppress(ProcessLookupError):  # the processes have already ended
             os.killpg(browser.pid, signal.SIGKILL)
         browser.wait()
         server.shutdown()
         server.server_close()
-    return what, answer if what == "/done" else f"{answer}; the browser: {journal.read_text(errors='replace')[-2000:]}"
+    return result, answer if result == "/done" else f"{answer}; browser: {journal.read_text(errors='replace')[-2000:]}"
 
 
 def _first_reply(answers: "queue.Queue[tuple[str, str]]", browser: subprocess.Popen, timeout: float) -> tuple[str, str]:
-    """The page's answer, its signs of life left out."""
+    """Return the page's first message that is not a heartbeat."""
     begin = heard = time.monotonic()
     alive = "nothing"
     while time.monotonic() < begin + timeout:
         try:
-            what, answer = answers.get(timeout=0.5)
+            path, answer = answers.get(timeout=0.5)
         except queue.Empty:
             if browser.poll() is not None:
                 return "ended", f"it ended with {browser.returncode}"
             if time.monotonic() > heard + 60:
                 return "hung", f"no sign of life for 60 s after {alive!r}"
             continue
-        if what != "/alive":
-            return what, answer
+        if path != "/alive":
+            return path, answer
         alive, heard = answer, time.monotonic()
     return "late", f"not finished within {timeout} s; last heard: {alive}"
 
 
 def _server(page: bytes, answers: "queue.Queue[tuple[str, str]]") -> http.server.ThreadingHTTPServer:
-    """Serves the page at / and takes what it posts, in a thread of its own."""
+    """Start a server in a thread: it serves the page at / and queues what the page posts."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -111,7 +111,7 @@ def _server(page: bytes, answers: "queue.Queue[tuple[str, str]]") -> http.server
             answers.put((self.path, content.decode()))
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

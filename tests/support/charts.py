@@ -1,4 +1,4 @@
-"""What a chart shows, for tests to look at."""
+"""Read what a chart or the figures of a page show."""
 
 import base64
 import gzip
@@ -14,7 +14,7 @@ from lit_layers.figures.chart import Chart, Series
 
 
 def line(chart: Chart, name: str) -> Series:
-    """The one series of this name."""
+    """Return the only series of this name."""
     (found,) = [series for series in chart.series if series.name == name]
     return found
 
@@ -24,9 +24,9 @@ def names(chart: Chart) -> list[str]:
 
 
 def drawn(chart: Chart, name: str, frame: int | None = None) -> dict[Any, Any]:
-    """All points of the series of one name, as {x: y}; over training x is a place on the axis."""
+    """Return all points of the series of one name as {x: y}; over training, x is the position on the axis."""
     found = {}
-    for series in (one for one in chart.series if one.name == name):
+    for series in (each for each in chart.series if each.name == name):
         for n, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
             if frame is None or not series.frame or series.frame[n] == frame:
                 found[axis_position(chart, x)] = y
@@ -44,23 +44,23 @@ def axis_position(chart: Chart, x: Any) -> Any:
 
 
 def axis(chart: Chart) -> Any:
-    """The axis across, of training too."""
+    """Return the horizontal axis, also of a chart over training."""
     return chart.x if chart.training is None else chart.training.axis(cells=chart.cells is not None)
 
 
 def svgs(charts: Iterable[Any]) -> list[str]:
-    """Each chart as a picture; one process draws them all."""
+    """Return each chart as SVG; one process draws them all."""
     return [picture.decode() for (picture,) in vega.pictures_of([chart.whole() for chart in charts], [".svg"])]
 
 
 def svg_texts(chart: Chart | str) -> list[str]:
-    """The texts of a picture, as a reader sees them in its source."""
+    """Return the texts of an SVG in the order of its source."""
     source = chart if isinstance(chart, str) else chart.picture(".svg").decode()
     return [re.sub("<[^>]*>", "", text) for text in re.findall(r"<text[^>]*>(.*?)</text>", source, re.S)]
 
 
 class PageFigure:
-    """A figure of a page as a browser gets it: its specification put together, and its points."""
+    """A figure of a page as the browser receives it: its specification and its points."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.problem = content.get("problem", "")
@@ -73,9 +73,9 @@ class PageFigure:
         self.z = [[*tables.values()] for tables in by_row.values()] or None
         self.spec: dict[str, Any] = content.get("spec", {})
         tables = {
-            part["lookup"]: part["from"]["data"]["values"]
-            for part in self.spec.get("transform", ())
-            if "lookup" in part
+            each["lookup"]: each["from"]["data"]["values"]
+            for each in self.spec.get("transform", ())
+            if "lookup" in each
         }
         self.series = tables.get("k", [])
         self.steps = [int(row["w"].split()[1].replace(",", "")) for row in tables.get("n", [])]
@@ -89,7 +89,7 @@ class PageFigure:
         return [row["s"] for row in self.series]
 
     def line(self, name: str, frame: int | None = None) -> dict[Any, Any]:
-        """The points of a series, as {x: y}; over training x is a step."""
+        """Return the points of a series as {x: y}; over training, x is a step."""
         kept = {row["k"] for row in self.series if row["s"] == name}
         rows = [row for row in self.points if row["k"] in kept and frame in (None, row.get("f"))]
         return {self.steps[row["n"]] if self.steps else row["x"]: row["y"] for row in rows}
@@ -115,17 +115,20 @@ def page_figures(page: Path) -> list[PageFigure]:
 
 
 def blocks(page: Path) -> dict[str, tuple[list[str], list[list[PageFigure]]]]:
-    """By title the texts of the choices, and for each place the figures that they put there; of several the first."""
+    """Return the options of each block by its title, and for each slot the figures that the options show in it.
+
+    The first block of a title counts.
+    """
     text, drawn, found = page.read_text(), page_figures(page), {}
-    for part in re.findall(r"<article.*?</article>", text, re.S):
-        title = html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", part, re.S)[0]).strip()
-        places = re.findall(r'data-figures="([\d ]+)"', part)
-        figures_of = [[drawn[int(index)] for index in indices.split()] for indices in places]
-        found.setdefault(title, (re.findall(r"<option[^>]*>(.*?)</option>", part), figures_of))
+    for article in re.findall(r"<article.*?</article>", text, re.S):
+        title = html.unescape(re.findall(r"<h3>(.*?)(?:<span|</h3>)", article, re.S)[0]).strip()
+        slots = re.findall(r'data-figures="([\d ]+)"', article)
+        figures_of = [[drawn[int(index)] for index in indices.split()] for indices in slots]
+        found.setdefault(title, (re.findall(r"<option[^>]*>(.*?)</option>", article), figures_of))
     return found
 
 
 def figure_data(page: str) -> list[dict[str, Any]]:
-    """What a page hands to its script."""
+    """Return the data of all figures that a page holds for its script."""
     text = re.search(r'<script type="application/gzip" id="report-data">(.*?)</script>', page, re.S)
     return json.loads(gzip.decompress(base64.b64decode(text[1]))) if text is not None else []

@@ -1,4 +1,4 @@
-"""Size of the package by room: code without blank lines, comments and docstrings.
+"""Count the code lines of the package by room, without blank lines, comments and docstrings.
 
 python -m tests.support.code_lines [--largest 30]
 """
@@ -23,7 +23,7 @@ class Size(NamedTuple):
 
 
 def code(source: str) -> dict[int, str]:
-    """Return the lines that hold code by their numbers, without blanks at their ends."""
+    """Return the stripped lines that hold code by their line numbers."""
     numbers = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
@@ -51,7 +51,7 @@ def whole(sizes: dict[str, Size]) -> Size:
 
 
 def table(sizes: dict[str, Size]) -> str:
-    """Return a line for each room, the largest first, and one for the package."""
+    """Return a table with a line per room, the largest first, and a line for the whole package."""
     ordered = sorted(sizes.items(), key=lambda room: -room[1].lines)
     rows = [("lines", "characters", "files", "room")]
     rows += [(*map(str, size), name) for name, size in [*ordered, ("in all", whole(sizes))]]
@@ -72,7 +72,7 @@ def largest(most: int) -> str:
 
 
 def most_crowded() -> tuple[str, int]:
-    """Return the folder with the most Python files of its own, not counting __init__.py, and how many it has."""
+    """Return the folder with the most Python files besides __init__.py, subfolders not counted, and their number."""
     files = Counter(str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
     return files.most_common(1)[0]
 

@@ -1,4 +1,4 @@
-"""Note the CPU seconds of each test, and list the files that take most at the end of a run with `--durations=N`."""
+"""Record the CPU seconds of each test; `--durations=N` lists the files that take most at the end of the run."""
 
 import os
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and of the child processes it has waited for."""
     return sum(os.times()[:4])
 
 

@@ -1,4 +1,4 @@
-"""Folders of local data, with the file that says where each task lies."""
+"""Give folders of local data a `tasks.yaml`, which maps each task to its files."""
 
 import shutil
 from pathlib import Path
@@ -11,14 +11,14 @@ MAPPING = Path(__file__).parent / "data_tasks.yaml"
 
 
 def write_mapping(folder: Path) -> Path:
-    """The folder, now with a `tasks.yaml`."""
+    """Write `tasks.yaml` to a folder and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(MAPPING, folder / "tasks.yaml")
     return folder
 
 
 def link_data(data: Path, folder: Path) -> Path:
-    """A folder that holds all that a read-only one does, and a `tasks.yaml`."""
+    """Fill a folder with links to the files of read-only `data`, write `tasks.yaml`, and return the folder."""
     for path in data.iterdir():
         if path.name != "tasks.yaml":
             (folder / path.name).symlink_to(path)
@@ -26,7 +26,7 @@ def link_data(data: Path, folder: Path) -> Path:
 
 
 def mapped_files(use: str) -> dict[str, TaskFiles]:
-    """What the mapping says of a use, by task."""
+    """Return the files of each task that the mapping has for a use (a top-level key, such as "probe")."""
     entries = yaml.safe_load(MAPPING.read_text())[use]
     return {
         name: TaskFiles(folder=Path(), **({"files": entry} if isinstance(entry, str) else entry))

@@ -1,4 +1,4 @@
-"""A tiny distilled DeiT: two tokens before the patches, and two heads."""
+"""Build a tiny distilled DeiT, which has two tokens before the patches and two heads, and read its states."""
 
 from typing import Any
 
@@ -13,7 +13,10 @@ DIM, LAYERS, PREFIX, PATCHES, CLASSES = 32, 3, 2, 16, 7
 
 
 def distilled(dtype: torch.dtype = torch.float64, **options) -> Network:
-    """With large weights, as `tests.support.tiny_models`, drop-path, and in training mode, as it is measured in."""
+    """Return a tiny distilled DeiT with large weights and drop-path, in training mode.
+
+    Large weights show non-linearities, as in `tests.support.tiny_models`. Analyses get the model in training mode.
+    """
     size: dict[str, Any] = {
         "img_size": 16,
         "patch_size": 4,
@@ -31,7 +34,7 @@ def distilled(dtype: torch.dtype = torch.float64, **options) -> Network:
 
 
 def states_of_each_image(model: Network, images: Tensor) -> list[np.ndarray]:
-    """One array (layers + 1, tokens, dim) for each image, which the model sees alone; without drop-path."""
+    """Return an array (layers + 1, tokens, dim) per image, each from its own pass without drop-path."""
     training = model.training
     model.eval()
     found = [_states(model, image[None].to(next(model.parameters()).dtype)) for image in images]

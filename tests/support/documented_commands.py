@@ -1,4 +1,4 @@
-"""The commands of the `console` blocks of pages, and of the headers of recipes."""
+"""Find the commands in the `console` blocks of pages and in the headers of recipes."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def _lines() -> Iterator[str]:
 
 
 def documented_commands() -> list[str]:
-    """Each once, without prompt, launcher, comment and `lit-layers`."""
+    """Return each command once, without prompt, launcher, comment and `lit-layers`."""
     found = [(line, re.search(r"\blit-layers ([a-z].*?)( +#|$)", line)) for line in _lines()]
     commands = [command[1][:-1] if line.startswith("sbatch") else command[1] for line, command in found if command]
     return list(dict.fromkeys(" ".join(command.split()) for command in commands))

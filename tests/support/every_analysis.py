@@ -1,4 +1,4 @@
-"""Every analysis of the package at its smallest: what holds for all is tested of all, also of one added tomorrow."""
+"""Build every analysis of the package with small inputs, for tests of what must hold for all of them."""
 
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,23 @@ from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
 from tests.support.tiny_models import IMAGE
 
-VOCABULARY = 300  # of the tokenizer: text models are made with as many tokens, `tiny(name, vocab_size=VOCABULARY)`
+VOCABULARY = 300  # tokens of the tokenizer; text models need as many: `tiny(name, vocab_size=VOCABULARY)`
 _WORDS = {
     "plural": [("song", "songs"), ("number", "numbers"), ("verb", "verbs")],
     "past": [("play", "played"), ("sing", "sang"), ("hear", "heard")],
 }
-# Names of `lit_layers.analyses` that are no analysis of their own.
+# Public names of `lit_layers.analyses` that are not analyses.
 _BASES = (Analysis, Jobs, Rows, Values)
 
 
 def analysis_classes() -> set[type[Analysis]]:
-    """The classes of the package's analyses."""
+    """Return the classes of the package's analyses."""
     public = (getattr(lit_layers.analyses, name) for name in lit_layers.analyses.__all__)
     return {kind for kind in public if kind not in _BASES} | {MtebTask}
 
 
 def prompts() -> Listed:
-    """Prompts of different lengths, one of them alone in its batch."""
+    """Return batches of prompts of different lengths; one batch has a single prompt."""
     generator = torch.Generator().manual_seed(3)
     batches = []
     for lengths in ((9, 7), (9,), (5, 8)):
@@ -47,7 +47,7 @@ def prompts() -> Listed:
 
 
 def pictures(count: int = 12, size: int = 6) -> Listed:
-    """Noise with a bright band whose place depends on the label."""
+    """Return batches of images: noise with a bright band whose position depends on the label."""
     generator = torch.Generator().manual_seed(4)
     labels = torch.arange(count) % 3
     pixels = torch.randn(count, 3, IMAGE, IMAGE, generator=generator)
@@ -58,7 +58,7 @@ def pictures(count: int = 12, size: int = 6) -> Listed:
 
 
 def save_inputs(folder: Path) -> Path:
-    """Writes the tokenizer, task and words that analyses of text read; returns `folder`."""
+    """Write the tokenizer, task, word pairs and MTEB data that text analyses read, and return `folder`."""
     save_tokenizer(train_bpe([text for text, _ in labelled(60)] * 2, VOCABULARY), folder / "tokenizer")
     write_csv(folder / "moods" / "train.csv", labelled(36))
     write_csv(folder / "moods" / "test.csv", labelled(18, first=36))
@@ -77,7 +77,7 @@ def save_inputs(folder: Path) -> Path:
 
 
 def prompt_analyses(batches: Any) -> list[Analysis]:
-    """The analyses of prompts, text or images alike."""
+    """Return the analyses that read prompts, which may be texts or images."""
     return [
         lit_layers.analyses.Trajectory(batches=batches),
         lit_layers.analyses.Representation(batches=batches),
@@ -100,14 +100,14 @@ def prompt_analyses(batches: Any) -> list[Analysis]:
 
 
 def image_analyses() -> list[Analysis]:
-    """The analyses that a model of images takes."""
+    """Return the analyses for a vision model."""
     rows = {"train": pictures(24), "test": pictures()}
     probe = lit_layers.analyses.LabelProbe(**rows, tolerance=1e-6)
     return [*prompt_analyses(pictures()), probe, lit_layers.analyses.AttentiveProbe(**rows, steps=2)]
 
 
 def text_analyses(folder: Path) -> list[Analysis]:
-    """The analyses that a causal language model takes; `folder` is that of `save_inputs`."""
+    """Return the analyses for a causal language model; `folder` was filled by `save_inputs`."""
     batches, tokenizer = prompts(), str(folder / "tokenizer")
     task = ProbeTask("moods", str(folder / "moods"))
     rows = {"train": _rows(80, 1), "test": _rows(40, 2)}
@@ -135,7 +135,7 @@ def text_analyses(folder: Path) -> list[Analysis]:
 
 
 def _rows(count: int, seed: int) -> Listed:
-    """Windows of eight tokens, low ones frequent."""
+    """Return windows of eight tokens in which low ids are frequent."""
     generator = torch.Generator().manual_seed(seed)
     tokens = 3 + (torch.rand(count, 8, generator=generator) ** 4 * 50).long()
-    return Listed(*({"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(10)))
+    return Listed(*({"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens.split(10)))

@@ -1,4 +1,4 @@
-"""A tiny model with probes, ready to be exported: what the tests of lit_layers.select share."""
+"""Build the tokenizer, features, probes and model card that tests of lit_layers.select export."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ TEXTS = [f"{word} the {other} {'very ' * number}much" for number, word in enumer
 
 
 def tokenizer() -> TextTokenizer:
-    """A byte-level BPE of 270 tokens."""
+    """Return a byte-level BPE of 270 tokens."""
     return train_bpe(TEXTS * 2, 270)
 
 
@@ -29,12 +29,15 @@ def saved_tokenizer(folder: Path) -> Path:
 
 
 def token_batch(text: str, max_tokens: int | None = None) -> dict[str, Tensor]:
-    """One text as a batch without padding."""
+    """Return one text as a batch without padding."""
     return {"input_ids": torch.tensor([tokenizer().tokenizer.encode(text).ids[:max_tokens]])}
 
 
 def features(model: nn.Module, batches: list[dict[str, Tensor]], pooling: Pooling = "last") -> Tensor:
-    """The whole model's vector of each batch of one row at each layer: (layers + 1, rows, dim), float32."""
+    """Return the pooled vector of each one-row batch at each layer, (layers + 1, rows, dim) in float32.
+
+    The whole model computes it, not an exported one.
+    """
     view, found = LayeredModel(model), []
     first = view.model.num_prefix_tokens if view.family.sees_images and pooling == "mean" else 0
     for batch in batches:

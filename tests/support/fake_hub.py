@@ -1,11 +1,11 @@
-"""A read-only Hugging Face Hub on loopback: the real client is tested without a network.
+"""Serve a read-only Hugging Face Hub on loopback, to test the real client without a network.
 
-    ROOT/ORG/NAME/REVISION/files...              a model repository, one folder a branch (`main` is required)
+    ROOT/ORG/NAME/REVISION/files...              a model repository with a folder per branch (`main` is required)
     ROOT/NAME/REVISION/files...                  a model without a namespace
     ROOT/datasets/ORG/NAME/REVISION/files...     a data set
 
     with FakeHub(root) as hub:
-        hub.env(home)                            # what a client needs in its environment
+        hub.env(home)                            # the environment variables of a client
         hub.requests                             # [{"method", "path", "status", "bytes"}...]
         hub.fail(r"/resolve/step2/.*safetensors", status=503, times=2)
         hub.truncate(r"step2", at=1000, times=1) # close the connection in the middle of a file
@@ -13,8 +13,8 @@
         hub.set_token("hf_secret")               # every repository becomes gated
 
 As on the real Hub, weights over 1 KiB are large files: HEAD answers 302 to another origin, with their sha256 and size.
-Other files answer 200 with the id of their git blob. What is missing answers 401 or 404 with the Hub's error code.
-Ranges work, and a commit is accepted wherever a branch is.
+HEAD of other files answers 200 with the id of their git blob. A missing file or repository answers 401 or 404 with the
+Hub's error code. Range requests work, and every request accepts a commit instead of a branch.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Repo(NamedTuple):
     path: Path
 
     def branches(self) -> dict[str, Path]:
-        """By name; a folder for refs/convert/parquet is called refs%2Fconvert%2Fparquet."""
+        """Return the folder of each branch by name; a slash in the name is %2F in that of the folder."""
         return {unquote(path.name): path for path in sorted(self.path.glob("[!.]*")) if path.is_dir()}
 
     def commit(self, folder: Path) -> str:
@@ -92,7 +92,7 @@ class FakeHub:
         self.lock = threading.Lock()
         self.closing = threading.Event()  # ends the delays
         handler = type("Handler", (_Handler,), {"hub": self})
-        # Large files come from another origin, as on the real Hub: a client must not take it for the Hub itself.
+        # Large files come from another origin, as on the real Hub: a client must not treat it as the Hub.
         self.servers = [ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(2)]
         ports = [server.server_address[1] for server in self.servers]
         self.url, self.cdn_url = f"http://127.0.0.1:{ports[0]}", f"http://localhost:{ports[1]}"
@@ -113,7 +113,7 @@ class FakeHub:
             server.server_close()
 
     def env(self, home: Path) -> dict[str, str]:
-        """This endpoint, a cache of its own, no proxy, no telemetry."""
+        """Return the environment of a client of this Hub, with its own cache and without proxy and telemetry."""
         plain = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         hosts = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), **plain, **hosts}
@@ -134,7 +134,7 @@ class FakeHub:
         self.token = token
 
     def rule(self, path: str, kind: str) -> float | None:
-        """Return the value of the last rule of this kind that fits and is not used up, and use it once."""
+        """Return the value of the last rule of this kind that matches and has uses left, and count the use."""
         value = None
         with self.lock:
             for rule in self.rules:
@@ -144,7 +144,7 @@ class FakeHub:
         return value
 
     def find(self, kind: str, parts: list[str]) -> tuple[Repo, list[str]] | None:
-        """Return the repository that the leading parts of a path name (two, else one), and the other parts."""
+        """Return the repository named by the first two parts of a path, or else the first one, and the other parts."""
         base = self.root if kind == "models" else self.root / kind
         for number in (2, 1):
             path = base.joinpath(*parts[:number])
@@ -180,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.requests.append(row)
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self._note(status, len(body) if self.command != "HEAD" else 0)  # first: who has the answer may look at once
+        # Note the request before sending: a client that has the answer may read `requests` at once.
+        self._note(status, len(body) if self.command != "HEAD" else 0)
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
@@ -192,8 +193,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def _refuse(self, status: int, code: str | None, message: str, **headers: str) -> None:
-        said = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
-        self._answer(status, json.dumps({"error": message}).encode(), said)
+        fields = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
+        self._answer(status, json.dumps({"error": message}).encode(), fields)
 
     def _route(self) -> None:
         address = urlsplit(self.path)
@@ -228,8 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._tree(commit, folder, rest[2:])
             case ["paths-info"]:
                 is_json = "json" in self.headers["Content-Type"]
-                asked = json.loads(self.body) if is_json else parse_qs(self.body.decode())
-                paths = [folder / name for name in asked.get("paths", [])]
+                query = json.loads(self.body) if is_json else parse_qs(self.body.decode())
+                paths = [folder / name for name in query.get("paths", [])]
                 return self._json([self._row(folder, path) for path in paths if path.exists()])
         return self._refuse(404, None, f"{rest[0]} is not served")
 
@@ -283,8 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _bytes(self, path: Path, headers: dict[str, str]) -> None:
         size = path.stat().st_size
         first, last, status = 0, size - 1, 200
-        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
-            first, last = int(asked[1]), min(int(asked[2] or size - 1), size - 1)
+        if requested := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            first, last = int(requested[1]), min(int(requested[2] or size - 1), size - 1)
             status, headers = 206, headers | {"Content-Range": f"bytes {first}-{last}/{size}"}
         length, sent = last - first + 1, 0
         self.send_response(status)

@@ -1,7 +1,7 @@
-"""A function in forked processes that can be killed: what was imported once is there at once.
+"""Run functions in forked processes that can be killed and that share what this process has imported.
 
-Importing torch, Lightning, transformers and W&B takes a process longer than a tiny run. Each child tells which modules
-it had to import, and the next one finds them in this process.
+Importing torch, Lightning, transformers and W&B takes longer than a tiny run. Each child reports which modules it
+imported, and this process imports them for the next child.
 """
 
 import contextlib
@@ -32,7 +32,10 @@ def run_forked(
     when: Callable[[], bool] = lambda: False,
     signal_number: int = signal.SIGKILL,
 ) -> int:
-    """Returns its exit code, or minus the signal that ended it: one sent after so many seconds, or when it is time."""
+    """Run `function` in a child and return its exit code, or minus the number of the signal that ended it.
+
+    The child gets `signal_number` after `kill_after` seconds, or as soon as `when()` is true.
+    """
     (code,) = _wait([_fork(function)], kill_after, when, signal_number, only=None)
     return code
 
@@ -46,29 +49,32 @@ def run_ranks(
     signal_number: int = signal.SIGKILL,
     only: int | None = None,
 ) -> list[int]:
-    """The same for processes that find each other as those of torchrun do; the signal is for all, or `only` for one."""
-    with rendezvous() as place:
-        everyone = {
-            **place,
+    """Run `function` in one child per rank, with the variables of torchrun, and return their exit codes.
+
+    The signal is sent as in `run_forked`, to all ranks or to the rank `only`.
+    """
+    with rendezvous() as address:
+        shared = {
+            **address,
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "GROUP_RANK": "0",
             "TORCHELASTIC_RUN_ID": "test",
         }
-        children = [_fork(function, {**everyone, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(num_ranks)]
+        children = [_fork(function, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(num_ranks)]
         return _wait(children, kill_after, when, signal_number, only)
 
 
 @contextlib.contextmanager
 def rendezvous() -> Iterator[dict[str, str]]:
-    """Where ranks find each other, by name of the variable: a port that Linux gives to nobody else meanwhile.
+    """Yield MASTER_ADDR and MASTER_PORT, and reserve the port until the end of the block.
 
-    It is bound here, and not listened to, so that the first rank may bind it, as torch does, with SO_REUSEADDR.
+    The port is bound here without listening, so that rank 0 can bind it with SO_REUSEADDR, as torch does.
     """
-    with socket.socket() as kept:
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        kept.bind(("127.0.0.1", 0))
-        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.getsockname()[1])}
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1])}
 
 
 def run_command(
@@ -79,7 +85,10 @@ def run_command(
     when: Callable[[], bool] = lambda: False,
     signal_number: int = signal.SIGINT,
 ) -> "subprocess.CompletedProcess[str]":
-    """`lit-layers ARGUMENTS` in a process of its own, what it prints as text; a signal is sent when it is time."""
+    """Run `lit-layers ARGUMENTS` in a child and return its exit code and output.
+
+    The child gets `signal_number` as soon as `when()` is true.
+    """
     words = [str(argument) for argument in arguments]
 
     def command() -> int:
@@ -102,41 +111,41 @@ def _run_captured(
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = _fork(function, environment, (out.fileno(), err.fileno()))
         (code,) = _wait([child], math.inf, when, signal_number, only=None)
-        said = []
+        output = []
         for file in (out, err):
             file.seek(0)
-            said.append(file.read().decode())
-    return subprocess.CompletedProcess(words, code, *said)
+            output.append(file.read().decode())
+    return subprocess.CompletedProcess(words, code, *output)
 
 
 @dataclass(frozen=True)
 class _Child:
     pid: int
-    imported: IO[bytes]  # the names of modules
+    imported: IO[bytes]  # names of the modules that the child imported
 
 
 def _fork(
     function: Callable[[], int], environment: Mapping[str, str] | None = None, output: tuple[int, int] | None = None
 ) -> _Child:
-    imported = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_import`
-    there = set(sys.modules)
+    imported = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_import_modules`
+    already = set(sys.modules)
     child = os.fork()
     if child:
         return _Child(child, imported)
     code = 99
     try:
         os.setpgid(0, 0)
-        gc.freeze()  # else each collection walks, and so copies, all that was imported
+        gc.freeze()  # else each collection visits, and so copies, the memory of all imported modules
         os.environ.update(environment or {})
-        os.environ.pop("WANDB_SERVICE", None)  # W&B's own process of this one would survive the kill, holding the run
+        os.environ.pop("WANDB_SERVICE", None)  # the parent's W&B service would survive and keep the run open
         for number, (name, file) in enumerate(zip(("stdout", "stderr"), output or (), strict=False), 1):
             os.dup2(file, number)
             setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
-        # A fork leaves torch's pool of threads behind, which the first thread that asks for it makes anew. Where two
-        # ask at once, as those of a backward pass, one of them finds none and ends the process.
+        # A fork does not copy torch's thread pool: the first thread that needs one creates it. If two threads need it
+        # at the same time, as in a backward pass, one finds no pool and ends the process.
         torch.set_num_threads(torch.get_num_threads())
         code = function()
-        imported.write("\n".join(name for name in sys.modules if name not in there).encode())
+        imported.write("\n".join(name for name in sys.modules if name not in already).encode())
         imported.flush()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
@@ -170,7 +179,7 @@ def _wait(
 
 
 def _import_modules(file: IO[bytes]) -> None:
-    """Imports what a child had to; what cannot be imported by its name alone is left to each child."""
+    """Import the modules that a child imported, except modules that cannot be imported by name."""
     with file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         file.seek(0)

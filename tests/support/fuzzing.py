@@ -1,4 +1,4 @@
-"""Random damage to values, text and bytes, and commands run on it in forks with limits, so that nothing can hang."""
+"""Damage values, text and bytes at random, and run commands on them in forks with limits, so that none can hang."""
 
 import math
 import os
@@ -13,9 +13,9 @@ from typing import Any
 
 from tests.support.forked import _run_captured
 
-CPU_SECONDS, WALL_SECONDS = 60, 500  # of a case: a hang shows in either; a loaded machine is no hang
-MEMORY, FILE = 6 * 2**30, 2**28  # bytes of data, and of one file
-REFUSED = {1, 2}  # 1: some steps or analyses failed, each with its sentence
+CPU_SECONDS, WALL_SECONDS = 60, 500  # per case; a command that hangs reaches one of them, also on a loaded machine
+MEMORY, FILE = 6 * 2**30, 2**28  # bytes of data and of one file
+REFUSED = {1, 2}  # 1: some steps or analyses failed, each with an error sentence
 
 WRONG_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 3, 2.5, -0.5, 1e20, -1e20, 10**20, 10**10, 2**63, math.nan, math.inf, -math.inf),
@@ -26,27 +26,32 @@ WRONG_VALUES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended: its exit code, minus a signal's number, or 99 for an exception that left it."""
+    """The end of a command.
+
+    Args:
+        code: Its exit code, or minus the number of the signal that ended it, or 99 after an uncaught exception.
+        output: Its stdout and stderr.
+    """
 
     code: int
-    said: str
+    output: str
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with this end, whatever was put in; None for success and for a sentence."""
+        """Return what is wrong for any input, or None after success or a refusal in one sentence."""
         if self.code in (-9, -24):
             return "it hangs"
         if self.code not in {0, *REFUSED}:
             return f"it ends with {self.code}"
-        if "Traceback (most recent call last)" in self.said:
+        if "Traceback (most recent call last)" in self.output:
             return "it shows a traceback"
-        if self.code == 2 and "error: " not in self.said:
+        if self.code == 2 and "error: " not in self.output:
             return "it is refused without a sentence"
         return None
 
 
 def run_limited(argv: list[str], folder: Path) -> Outcome:
-    """Runs a command of ours in a fork, with `folder` as the working directory."""
+    """Run `lit-layers ARGV` in a fork with `folder` as the working directory."""
     from lit_layers.cli.main import main
 
     def limited() -> int:
@@ -65,7 +70,7 @@ def run_limited(argv: list[str], folder: Path) -> Outcome:
 
 
 def leaves(content: Any, path: tuple = ()) -> Iterator[tuple]:
-    """The paths of all values in nested content, those of the inner ones too."""
+    """Yield the paths of all values in nested content, including nested lists and dicts."""
     if path:
         yield path
     pairs = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
@@ -74,7 +79,7 @@ def leaves(content: Any, path: tuple = ()) -> Iterator[tuple]:
 
 
 def mutated(content: Any, chance: random.Random) -> Any:
-    """Changes `content`, nested dicts and lists, in one place, and returns it."""
+    """Change one value in `content`, nested dicts and lists, and return it."""
     path = chance.choice(list(leaves(content)))
     parent = content
     for name in path[:-1]:
@@ -88,14 +93,14 @@ def mutated(content: Any, chance: random.Random) -> Any:
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Changes bytes: cut, flipped, doubled, of another encoding, with zeros, or nothing left."""
-    place = chance.randrange(len(data) + 1)
-    first, rest, text = data[:place], data[place:], data.decode("utf-8", "replace")
+    """Return bytes that are cut, changed, repeated, filled with zeros, in another encoding, or empty."""
+    index = chance.randrange(len(data) + 1)
+    first, rest, text = data[:index], data[index:], data.decode("utf-8", "replace")
     return chance.choice(
         [
             first,
             first + bytes([chance.randrange(256)]) + rest[1:],
-            first + data[place // 2 :],
+            first + data[index // 2 :],
             first + b"\0" * 64 + rest,
             first + b"\xff\xfe" + rest,
             text.encode("utf-16"),

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/gallery.md, each by the line that stands there: `python -m tests.support.gallery`.
+"""Draw the pictures of docs/gallery.md with the code on that page: `python -m tests.support.gallery`.
 
-`python -m docs.studies.released_models` measures the released models that it shows.
+`python -m docs.studies.released_models` measures the released models in these pictures.
 """
 
 import importlib
@@ -20,12 +20,12 @@ from tests.support import layer_results, runs, variant_results
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "images" / "gallery"
-RELEASED = PICTURES / "released.parquet"  # numbers of MiniLM and SmolLM2
+RELEASED = PICTURES / "released.parquet"  # measurements of MiniLM and SmolLM2
 _FIGURE = re.compile(r"^### (?P<name>\w+)\n.*?^```py\n(?P<code>.*?)\n```\n", re.MULTILINE | re.DOTALL)
 
 
 def lines() -> dict[str, str]:
-    """The line of the page that draws each kind of figure."""
+    """Return the code on the page that draws each kind of figure."""
     return {match["name"]: match["code"] for match in _FIGURE.finditer(PAGE.read_text(encoding="utf-8"))}
 
 
@@ -34,13 +34,13 @@ def picture_of(name: str) -> Path:
 
 
 def drawn(code: str) -> Any:
-    """The figure that a line of the page draws."""
+    """Return the figure that this code of the page draws."""
     return eval(code, {"plots": plots, **tables()})
 
 
 @cache
 def tables() -> dict[str, Any]:
-    """What the page's lines draw, by the names that they have there."""
+    """Return the data that the page's code draws, by variable name."""
     if (studies := str(ROOT / "docs" / "studies")) not in sys.path:
         sys.path.append(studies)
     study: Any = importlib.import_module("four_papers")
@@ -49,7 +49,7 @@ def tables() -> dict[str, Any]:
 
 
 def _points(run: Any) -> plots.Scatter:
-    """A point a checkpoint."""
+    """Return a scatter plot with a point per checkpoint."""
     last = run[(run["layer"] == 12) & run["other_layer"].isna()].groupby(["metric", "step"])["value"].first()
     return plots.Scatter(
         x=last["logit_lens_loss"].tolist(),
@@ -63,7 +63,7 @@ def _points(run: Any) -> plots.Scatter:
 
 
 def _synthetic_data() -> dict[str, Any]:
-    """Numbers that nobody measured: of probes, and of models whose blocks run otherwise."""
+    """Return synthetic measurements of probes and of models whose blocks run in another order."""
     orders = ("1 2 3 4 5 6 6 7 8 9 10 11 12", "1 2 3 4 5 9 10 11 12")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

@@ -1,4 +1,4 @@
-"""Rows of two GLUE tasks as their local files hold them, and a tiny BERT whose tokenizer takes pairs."""
+"""Write the local files of two GLUE tasks, and a tiny BERT whose tokenizer takes pairs of texts."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.support.labelled_texts import labelled, saved_bert
 
 
 def write_glue(folder: Path) -> Path:
-    """`glue/TASK_SPLIT.parquet` of cola and mrpc: 24 rows to train on, 10 to judge by."""
+    """Write `glue/TASK_SPLIT.parquet` of cola and mrpc with 24 training and 10 validation rows."""
     write_mapping(folder)
     (folder / "glue").mkdir()
     for split, first, count in (("train", 0, 24), ("validation", 30, 10)):
@@ -28,7 +28,7 @@ def write_rows(folder: Path, name: str, **columns: list) -> None:
 
 
 def saved_bert_of_pairs(folder: Path) -> None:
-    """A BERT of masked words of 3 blocks and 32 positions."""
+    """Save a masked language BERT of 3 blocks and 32 positions, whose tokenizer also takes pairs of texts."""
     saved_bert(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""The grids of `recipes/`: shell loops over `lit-layers fit`, run with a program that notes what it is asked."""
+"""Run the grids of `recipes/`, shell loops over `lit-layers fit`, with a program that logs its arguments instead."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ esac
 
 
 class Loop:
-    """A script that runs in `folder`, where its runs and notes go."""
+    """A grid script whose run folders and log (`notes`) are in `folder`."""
 
     def __init__(self, script: Path, folder: Path) -> None:
         self.script, self.runs, self.notes = script, folder / "runs", folder / "notes"
@@ -40,7 +40,7 @@ class Loop:
         return self.start(*options, **variables).wait(60)
 
     def stop(self, number: signal.Signals, run: str, **variables: str) -> int:
-        """Starts it, and sends it a signal when the run with this in its name is under way."""
+        """Start the script, send a signal once the run with `run` in its name has begun, and return the exit code."""
         process = self.start(SLOW=run, **variables)
         deadline = time.monotonic() + 30
         while not list(self.runs.glob(f"*{run}*/begun")) and time.monotonic() < deadline:
@@ -49,12 +49,12 @@ class Loop:
         return process.wait(30)
 
     def commands(self) -> list[list[str]]:
-        """The words of each run that was started, since the last call."""
+        """Return the arguments of each run that was started since the last call."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         self.notes.unlink(missing_ok=True)
         return [line.rstrip("\t").split("\t") for line in lines]
 
 
 def name_of(command: list[str]) -> str:
-    """The run folder's name."""
+    """Return the name of the run folder of a command."""
     return Path(command[command.index("--root") + 1]).name

@@ -1,4 +1,4 @@
-"""Labelled texts that a tiny model can tell apart, and models saved with a tokenizer of their own."""
+"""Labelled texts whose classes a tiny model can separate, and tiny models saved with their own tokenizers."""
 
 import csv
 from pathlib import Path
@@ -17,7 +17,7 @@ VERBS = ("sang", "played", "wrote", "heard")
 
 
 def labelled(num_rows: int, first: int = 0) -> list[tuple[str, str]]:
-    """Texts whose mood stands at their beginning, so that their last token alone does not tell it."""
+    """Return texts with the label near their beginning, so that the last token does not reveal it."""
     rows = []
     for number in range(first, first + num_rows):
         mood = MOODS[number % 3]
@@ -34,7 +34,7 @@ def write_csv(path: Path, rows: list[tuple[str, str]], columns: tuple[str, str] 
 
 
 def write_banking77(folder: Path, train: list[tuple[str, str]], test: list[tuple[str, str]]) -> Path:
-    """A local copy of a task of the catalogue, with other texts in it."""
+    """Write the local files of the catalogue's task banking77 with these texts, and return the folder."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -49,7 +49,7 @@ def write_banking77(folder: Path, train: list[tuple[str, str]], test: list[tuple
 
 
 def scaled(model: nn.Module, scale: float = 4.0) -> nn.Module:
-    """With matrices so large that attention is far from uniform."""
+    """Scale all matrices of a model so that attention is far from uniform; return it in evaluation mode."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -58,7 +58,7 @@ def scaled(model: nn.Module, scale: float = 4.0) -> nn.Module:
 
 
 def saved_gpt2(folder: Path, *, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **options) -> nn.Module:
-    """A tiny random GPT-2, which now also lies in `folder` with a byte-level BPE."""
+    """Save a tiny random GPT-2 in `folder` with a byte-level BPE, and return the model."""
     model = scaled(causal_lm("gpt2", seed=1, **(GPT2 | options))).to(dtype)
     save(model, folder)
     if tokenizer:
@@ -67,7 +67,7 @@ def saved_gpt2(folder: Path, *, dtype: torch.dtype = torch.float32, tokenizer: b
 
 
 def saved_bert(folder: Path) -> nn.Module:
-    """A tiny random BERT of masked words with a WordPiece tokenizer: [CLS] text [SEP]."""
+    """Save a tiny random masked language BERT with a WordPiece tokenizer ([CLS] text [SEP]), and return the model."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 

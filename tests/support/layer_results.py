@@ -1,4 +1,4 @@
-"""Synthetic results of probes, sample sizes, word pairs and prediction residuals, as the analyses leave them."""
+"""Synthetic measurements of probes, sample sizes, word pairs and prediction residuals, as the analyses write them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ RHO = 0.8
 
 
 def layer_results(analysis: str, *, step: int | None, run: str = "r", layers: int = LAYERS) -> Measurement:
-    """What one analysis finds at a step, better by a thousandth for each."""
+    """Return the measurement of one analysis at a step; scores improve by 0.001 per step."""
     tokens = None if step is None else 100 * step
     found = RECORDS[analysis]((step or 0) / 1000, range(layers + 1))
     return measured(analysis, found, run=run, step=step, tokens=tokens, seconds=1.0)
@@ -26,7 +26,7 @@ def layer_results(analysis: str, *, step: int | None, run: str = "r", layers: in
 def write_layer_results(
     root: Path, *, steps: tuple[int | None, ...] = (0, 8, 64), run: str = "r", layers: int = LAYERS
 ) -> Path:
-    """Adds them to the measurements of a run."""
+    """Append the measurements of all these analyses to those of a run, and return its folder."""
     for step in steps:
         for analysis in ANALYSES:
             records.append(root / "measurements.jsonl", layer_results(analysis, step=step, run=run, layers=layers))
@@ -34,7 +34,7 @@ def write_layer_results(
 
 
 def record(metric: str, value: float, layer: int | None = None, *, below=None, above=None, **tags) -> Record:
-    """With an interval from so far below its value to so far above."""
+    """Return a record whose interval is from `value - below` to `value + above`."""
     ends = {} if below is None else {"low": value - below, "high": value + above}
     return Record(metric=metric, value=value, layer=layer, n=200, tags=tags, **ends)
 
@@ -49,12 +49,12 @@ def _probe(shift: float, layers: range) -> Iterator[Record]:
             for split, own in (("validation", value + 0.01), ("test", value)):
                 yield record(metric, own, layer, below=0.04, above=0.03, task="topics", split=split)
             yield record(metric, 0.38 + layer / 1000, layer, **test, control="random_labels")
-    for of in ("accuracy", "log_loss"):
+    for metric in ("accuracy", "log_loss"):
         for name, value in (("spearman", 0.9 + shift / 10), ("fraction_increasing", 0.7), ("largest_drop", 0.01)):
-            yield record(f"monotonicity_{name}", value, below=0.1, above=0.01, **test, of=of)
-        yield record("plateau_layer", 3, below=1, above=layers[-1] - 3, **test, of=of)
-        yield record("best_layer", layers[-1], below=layers[-1] - 3, above=0, **test, of=of)
-        yield record("inflection_layer", 2, **test, of=of)
+            yield record(f"monotonicity_{name}", value, below=0.1, above=0.01, **test, of=metric)
+        yield record("plateau_layer", 3, below=1, above=layers[-1] - 3, **test, of=metric)
+        yield record("best_layer", layers[-1], below=layers[-1] - 3, above=0, **test, of=metric)
+        yield record("inflection_layer", 2, **test, of=metric)
 
 
 def _regression(shift: float, layers: range) -> Iterator[Record]:

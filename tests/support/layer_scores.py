@@ -1,4 +1,4 @@
-"""Made-up measurements of embedding tasks layer by layer, and of metrics on each task's texts."""
+"""Synthetic scores of embedding tasks at each layer, and metrics on the texts of each task."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ TASKS = tuple(DOMAINS)
 def tables(
     layers: int, *, tasks: Sequence[str] = TASKS, seed: int = 0, sign: float = -1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A metric (tasks, layers + 1) and scores that follow it, up or down, with noise of their own."""
+    """Return a metric (tasks, layers + 1) and noisy scores that rise or fall with it, as `sign` says."""
     rng = np.random.default_rng(seed)
     metric = rng.normal(size=(len(tasks), layers + 1)).cumsum(1)
     return metric, 0.5 + 0.05 * (sign * metric + rng.normal(size=metric.shape))
@@ -43,16 +43,16 @@ def add(
     tags: Mapping[str, str | int | float] | None = None,
     provenance: Mapping[str, object] | None = None,
 ) -> Path:
-    """Append a score a layer of each task, and a metric a layer on each task's texts; return the folder."""
+    """Append the score of each task and the metric on its texts at each layer, and return the folder."""
     tokens = None if step is None else 1000 * step
-    where = {"run": run, "step": step, "tokens": tokens, "provenance": dict(provenance or {})}
+    context = {"run": run, "step": step, "tokens": tokens, "provenance": dict(provenance or {})}
     for row, task in enumerate(tasks):
         if scores is not None:
             own = {"task": task, "domain": DOMAINS[task], "score": f"of_{task}", "pooling": "mean", "states": states}
-            write(root, f"mteb/{task}", _layer_records("main_score", scores[row], own), **where)
+            write(root, f"mteb/{task}", _layer_records("main_score", scores[row], own), **context)
         if metric is not None:
             own = dict(tags or {}) | ({} if metric_states is None else {"states": metric_states})
-            write(root, f"{analysis}/{task}", _layer_records(name, metric[row], own), **where)
+            write(root, f"{analysis}/{task}", _layer_records(name, metric[row], own), **context)
     return root
 
 

@@ -1,4 +1,4 @@
-"""Batches given as a list."""
+"""Batches from a list."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from lit_layers.data.batches import Batches
 
 
 class Listed(Batches):
-    """The given batches, one after the other."""
+    """Batches that yield their arguments in order."""
 
     def __init__(self, *batches: dict[str, Tensor]) -> None:
         self.batches = list(batches)

@@ -1,4 +1,4 @@
-"""What an analysis finds on a model."""
+"""Run one analysis on a model."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from lit_layers.records import Record
 
 
 def records_of(analysis: Analysis, model: nn.Module | LayeredModel) -> list[Record]:
-    """Return the records, or raise what the analysis raises."""
+    """Return the records of an analysis, or raise its error."""
     (outcome,) = outcomes(model, [analysis])
     if outcome.failure is not None:
         raise outcome.failure

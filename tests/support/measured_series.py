@@ -1,4 +1,4 @@
-"""A tiny run that was trained and saved, and analyses of it that are in two groups: for tests of engines."""
+"""Train a tiny series of checkpoints and measure it, for tests of engines."""
 
 import json
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ def two_groups() -> list:
 
 
 def sorted_lines(root: Path) -> list[Measurement]:
-    """What a root holds, without the seconds, whatever order it was written in."""
+    """Return the measurements of a root without their seconds, sorted by step and analysis."""
     found = [replace(each, seconds=0.0) for each in records.read(root / "measurements.jsonl")]
     return sorted(found, key=lambda each: (each.step or 0, each.analysis))
 
 
 def new_recipe(folder: Path) -> Path:
-    """A recipe with one quick analysis, of texts in the tokens of models with a vocabulary of 300."""
+    """Write a recipe with one quick analysis of texts, for models with 300 tokens, and return its path."""
     save_tokenizer(train_bpe(["one text", "and one more"], 258), folder / "tokenizer")
     texts = {"corpus": write_texts(folder / "texts"), "tokenizer": str(folder / "tokenizer")}
     texts |= {"num_sequences": 2, "num_tokens": 8}
@@ -50,7 +50,7 @@ def new_recipe(folder: Path) -> Path:
 def analyze(
     model: str | Path, analyses: Sequence[Analysis], *, root: str | Path, revision: str | None = None, **options: Any
 ) -> list[Measurement]:
-    """Measure one model, and return what is in the root of these analyses."""
+    """Measure one model, and return the last measurement of each of these analyses in the root."""
     series = OneModel(model, revision=revision)
     analyze_series(series, analyses, root=root, **options)
     earlier, (checkpoint,) = SeriesMeasurements(Path(root)), series.checkpoints
@@ -60,7 +60,7 @@ def analyze(
 
 
 def write_texts(folder: Path, words: int = 100) -> str:
-    """A corpus of one text for training and one held out."""
+    """Write a corpus with one training text and one validation text, and return its folder."""
     folder.mkdir()
     for split in ("train", "validation"):
         text = " ".join(f"{split} {number}" for number in range(words))

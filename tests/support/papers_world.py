@@ -1,5 +1,7 @@
-"""What the reduced recipes of published figures ask for, as the Hub has it, with tiny weights: every repository by its
-own name, family and number of blocks, its branches, and every data set."""
+"""Write a small copy of the models and data sets that the reduced recipes of published figures read.
+
+Each model has tiny weights, but its own name, family, number of blocks and branches, as on the Hub.
+"""
 
 import random
 import shutil
@@ -18,7 +20,7 @@ from tests.support.series_hub import make_series
 
 POSITIONS = 512
 STEPS = (0, 1, 64, 128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000)
-SERIES = ("70m", "160m")  # of which branches are asked for
+SERIES = ("70m", "160m")  # models whose branches the recipes read
 MODELS = {  # repository: family and blocks
     "gpt2": ("gpt2", 12),
     "gpt2-medium": ("gpt2", 24),
@@ -40,12 +42,12 @@ WORDS = (
 
 
 def words(chance: random.Random, least: int = 10, most: int = 18) -> str:
-    """A sentence of words that are no two times the same."""
+    """Return a random sentence that ends with a random number, so that no two are equal."""
     return " ".join([*chance.choices(WORDS, k=chance.randint(least, most)), str(chance.randrange(10**6))])
 
 
 def cached(folder: Path, write: Callable[[Path], object]) -> Path:
-    """A folder that the first process of the tests to ask for it writes; the others read it, and none changes it."""
+    """Return a folder that all test processes share: the first one writes it, and no test changes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f"{folder.name}.lock")):
         if not folder.exists():
@@ -57,7 +59,7 @@ def cached(folder: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, ...] = SERIES) -> Path:
-    """The repositories, each with weights of its own; those of a series with a branch for each step."""
+    """Write the model repositories, each with different weights; those of a series have a branch per step."""
     chance = random.Random(0)
     tokenizer = train_bpe([words(chance) for _ in range(300)], 300)
     for number, name in enumerate(sorted(names)):
@@ -70,7 +72,7 @@ def write_hub(root: Path, names: Iterable[str] = MODELS, *, series: tuple[str, .
         save_tokenizer(tokenizer, folder)
         if name.rpartition("pythia-")[2] in series and "pythia" in name:
             folder.rename(root / name / "made")
-            # far from the model a block's derivative in float32 is too rough to be held against
+            # Small shifts: far from the model, float32 derivatives of a block are too inexact to compare.
             values = {step: number / 64 for number, step in enumerate(STEPS)}
             make_series(root / name / "made", root / name, STEPS, values=values)
             for file in (root / name / "made").iterdir():
@@ -99,7 +101,7 @@ HUMANITIES = ("philosophy", "prehistory", "world_religions", "college_physics")
 
 
 def add_arc_training_rows(root: Path) -> None:
-    """Adds ARC's training rows to the `tasks.yaml` of a folder."""
+    """Add ARC's training rows to the `tasks.yaml` of a folder."""
     content = yaml.safe_load((root / "tasks.yaml").read_text())
     files = {split: f"benchmarks/arc_challenge_{split}.parquet" for split in ("train", "test")}
     content["benchmark"]["arc_challenge"] = {"files": files}
@@ -108,7 +110,7 @@ def add_arc_training_rows(root: Path) -> None:
 
 
 def write_data(root: Path, *, rows: int = 10_100) -> Path:
-    """A folder of local data with a `tasks.yaml`, each file with so many rows."""
+    """Write a folder of local data with a `tasks.yaml`, in which each file has `rows` rows."""
     write_mapping(root)
     add_arc_training_rows(root)
     for folder, names in FILES.items():
@@ -121,7 +123,7 @@ def write_data(root: Path, *, rows: int = 10_100) -> Path:
 
 
 def _row(folder: str, name: str, n: int, chance: random.Random) -> dict:
-    """What the tasks of any folder read, though each reads some of it."""
+    """Return a row with the columns that the tasks of this folder read, and more."""
     text, other = words(chance), words(chance)
     row = dict.fromkeys(("text", "sentence", "sentence1", "question", "query"), text)
     row |= {"sentence2": other, "label": n % CLASSES.get(folder, 2), "stars": 1 + n % 5, "score": 1 + n % 97 / 24}
@@ -137,7 +139,7 @@ def _row(folder: str, name: str, n: int, chance: random.Random) -> dict:
 
 
 def wikitext_files(folder: Path) -> dict[str, str]:
-    """Lines of WikiText as the Hub has them: 60 articles of validation, a few of training."""
+    """Write lines in the format of WikiText, 4 training and 60 validation articles, and return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for split, articles in (("train", 4), ("validation", 60)):

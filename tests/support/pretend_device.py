@@ -1,11 +1,11 @@
-"""A pretend accelerator: the values of the CPU, the rules of a GPU, and a count of the host's waits by line.
+"""Pretend accelerator: computes on the CPU, enforces the rules of a GPU, and counts synchronizations by line.
 
-Inside `Pretend()`, tensors on `DEVICE` hold a CPU tensor and answer as a GPU's would: one that meets a CPU tensor
-raises, so does a generator of the other device and `.numpy()`, and one that is pickled is told. Values are real, so
-that code which depends on them runs to its end. There are no streams, no memory limit and no kernels: what is wrong
-here is wrong on a GPU, what is right here may still be slow there.
+Inside `Pretend()`, a tensor on `DEVICE` holds a CPU tensor and behaves like a GPU tensor. An operation that mixes
+devices raises, also for a generator of the other device, and so does `.numpy()`. Pickling is recorded as a violation.
+Values are real, so code that depends on them runs normally. There are no streams, no memory limit and no kernels: an
+error here is an error on a GPU, but code that passes here may still be slow there.
 
-Registering the backend changes the whole process, for good: call `apart` (a forked process) and import this there.
+Importing this module registers the backend for the rest of the process, so import it only in a forked process.
 """
 
 import collections
@@ -22,12 +22,12 @@ import lit_layers
 
 PACKAGE = str(Path(lit_layers.__file__).parent) + "/"
 aten = torch.ops.aten
-violations: collections.Counter[str] = collections.Counter()  # "file:line what"
-waits: collections.Counter[str] = collections.Counter()  # of the host for the device, "file:line operation"
+violations: collections.Counter[str] = collections.Counter()  # "file:line description"
+waits: collections.Counter[str] = collections.Counter()  # the host waits for the device at "file:line operation"
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """What torch asks of a device's module."""
+    """Functions that torch expects in the module of a device."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -55,14 +55,14 @@ _INDEXING = (
     *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default),
     *(aten._unsafe_index.Tensor, aten._unsafe_index_put.default),
 )
-# The size or the value of what these give is known when the device has done them.
+# The host must wait for the device to know the size or the value of these results.
 _WAITING = (
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default),
     *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.bincount.default),
     *(aten.repeat_interleave.Tensor, aten.allclose.default),
     *(aten.linalg_eig.default, aten._linalg_eigh.default, aten._linalg_svd.default),
 )
-# Take a 0-dimensional CPU tensor as a number, beside all pointwise operations.
+# These and all pointwise operations accept a 0-dimensional CPU tensor as a number.
 _ACCEPT_NUMBERS = ("where", "masked_fill", "fill_", "lift_fresh", "searchsorted", "addmm")
 
 
@@ -72,7 +72,7 @@ def reset() -> None:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on `DEVICE` whose values are those of `held`, on the CPU."""
+    """A tensor on `DEVICE` with the values of the CPU tensor `held`."""
 
     held: torch.Tensor
 
@@ -112,7 +112,7 @@ class DeviceTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if not any(name.endswith("torch/serialization.py") for name, _ in _stack()):  # torch.save knows devices
+        if not any(name.endswith("torch/serialization.py") for name, _ in _stack()):  # torch.save handles devices
             violations[_call_site("pickled a tensor on the device")] += 1
         return DeviceTensor, (self.held,)
 
@@ -126,7 +126,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Pretend(TorchDispatchMode):
-    """Inside, `DEVICE` exists."""
+    """Mode in which `DEVICE` exists."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,7 +140,7 @@ def _is_device(device: Any) -> bool:
 
 
 def _stack() -> list[tuple[str, int]]:
-    """Files and lines of all callers, the innermost first."""
+    """Return files and lines of all callers, the innermost first."""
     files, frame = [], sys._getframe(1)
     while frame is not None:
         files.append((frame.f_code.co_filename, frame.f_lineno))
@@ -148,15 +148,15 @@ def _stack() -> list[tuple[str, int]]:
     return files
 
 
-def _call_site(what: str) -> str:
-    """Names the innermost line of the package, else of another installed one that is not torch."""
+def _call_site(event: str) -> str:
+    """Return "file:line event" for the innermost line of the package, or else of a library other than torch."""
     files = _stack()
     for root in (PACKAGE, "/site-packages/"):
         for name, number in files:
             inner = name.rpartition(root)[2]
             if root in name and not inner.startswith("torch/"):
-                return f"{'lit_layers/' if root == PACKAGE else ''}{inner}:{number} {what}"
-    return f"? {what}"
+                return f"{'lit_layers/' if root == PACKAGE else ''}{inner}:{number} {event}"
+    return f"? {event}"
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -239,7 +239,7 @@ def _count_waits(func: Any, args: Any, kwargs: dict[str, Any], has_device: bool)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """What `pin_memory` gives where there is a GPU: such memory alone is copied without the host's waiting."""
+    """Return a copy marked as pinned: as on a GPU, only pinned memory is copied without a wait of the host."""
     copy: Any = tensor.clone()
     copy.pretends_pinned = True
     return copy
@@ -267,14 +267,14 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-_library = torch.library.Library("aten", "IMPL")  # its operations go with it
+_library = torch.library.Library("aten", "IMPL")  # deleting it would remove its operations
 _library.impl("empty_strided", _empty_strided, "PrivateUse1")
 _library.impl("empty.memory_format", _empty, "PrivateUse1")
 _library.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 def strategy() -> Any:
-    """Lightning's strategy for one process on `DEVICE`; from here on models there can be saved."""
+    """Return Lightning's strategy for one process on `DEVICE`, and make models on it savable."""
     import safetensors.torch
     import transformers.modeling_utils
     import transformers.pytorch_utils
@@ -294,14 +294,14 @@ def strategy() -> Any:
             return "pretend"
 
     class OneDevice(SingleDeviceStrategy):
-        """Has what several ranks would put together on their devices: nccl knows no tensors of the CPU."""
+        """Strategy that records CPU tensors in a reduction, which NCCL would refuse with several ranks."""
 
         def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor):
                 violations[_call_site("a tensor of the CPU in a collective of training")] += 1
             return super().reduce(tensor, *args, **kwargs)
 
-    # Shared memory is told by the address of a storage, of which a tensor on the device has none.
+    # Both libraries find shared weights by storage address, which a tensor on the device lacks.
     pointer, size = safetensors.torch.storage_ptr, safetensors.torch.storage_size
     identity = transformers.pytorch_utils.id_tensor_storage
     safetensors.torch.storage_ptr = lambda tensor: pointer(_held(tensor))

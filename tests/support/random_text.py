@@ -1,4 +1,4 @@
-"""Random prompts by themselves: a process that is sent them, to measure, imports nothing that trains."""
+"""Random prompts in a separate module, so that a process that unpickles them imports no training code."""
 
 import torch
 
@@ -8,7 +8,7 @@ VOCABULARY, CONTEXT = 61, 12
 
 
 class RandomText(Batches):
-    """Fixed random prompts, the second batch padded on the right."""
+    """Fixed random prompts; in batch n, the first prompt has 2 n padding tokens on the right."""
 
     def __init__(self, num_batches: int = 2, batch_size: int = 4, tokens: int = CONTEXT) -> None:
         generator = torch.Generator().manual_seed(9)

@@ -1,6 +1,7 @@
-"""Reads back what a run logged to W&B from its local .wandb files, without network or login.
+"""Read what a run logged to W&B from its local .wandb files, without network or login.
 
-Independent of the reader that the mirror itself uses. A file whose writer was killed reads up to its last whole record.
+This reader is independent of the one in the package. A file whose writer was killed is read up to its last complete
+record.
 """
 
 import dataclasses
@@ -19,33 +20,33 @@ PATIENCE = 60.0  # seconds
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Yields the protobuf records of a .wandb file (a LevelDB log); stops at a torn tail."""
+    """Yield the protobuf records of a .wandb file (a LevelDB log) up to a torn end."""
     from wandb.proto import wandb_internal_pb2 as pb
 
     raw = file.read_bytes()
     if raw[:4] != b":W&B":
         raise ValueError(f"{file} is no .wandb file")
-    at, part = HEAD, b""
-    while at + HEAD <= len(raw):
-        left = BLOCK - at % BLOCK
-        if left < HEAD:
-            at += left
+    offset, content = HEAD, b""
+    while offset + HEAD <= len(raw):
+        rest = BLOCK - offset % BLOCK
+        if rest < HEAD:
+            offset += rest
             continue
-        crc, n, kind = struct.unpack_from("<IHB", raw, at)
-        data = raw[at + HEAD : at + HEAD + n]
+        crc, n, kind = struct.unpack_from("<IHB", raw, offset)
+        data = raw[offset + HEAD : offset + HEAD + n]
         if crc != zlib.crc32(data, zlib.crc32(bytes([kind]))):
             return
-        at += HEAD + n
-        part = data if kind in (FULL, FIRST) else part + data
+        offset += HEAD + n
+        content = data if kind in (FULL, FIRST) else content + data
         if kind in (FULL, LAST):
             record = pb.Record()
-            record.ParseFromString(part)
+            record.ParseFromString(content)
             yield record
 
 
 @dataclasses.dataclass
 class Run:
-    """What W&B would show of a run."""
+    """The content of a run that W&B would show."""
 
     id: str = ""
     project: str = ""
@@ -61,16 +62,16 @@ class Run:
         return "unfinished" if self.exit_code is None else "finished" if self.exit_code == 0 else "failed"
 
     def names(self) -> list[str]:
-        """Every key that was logged, without W&B's own."""
+        """Return all logged keys except W&B's own."""
         return sorted({key for row in self.history for key in row if not key.startswith("_")})
 
     def curve(self, key: str, x: str | None = None) -> list[tuple]:
-        """The points W&B draws for a key: x is its step metric (or the one given), in the order logged."""
+        """Return the points that W&B draws for a key in logged order; x is its step metric by default."""
         x = x or self.step_metric(key) or "_step"
         return [(row.get(x), row[key]) for row in self.history if key in row]
 
     def step_metric(self, key: str) -> str | None:
-        """The x axis that define_metric chose for a key: an exact name first, then the longest glob."""
+        """Return the x axis that define_metric chose for a key: that of its exact name, or else of the longest glob."""
         hits = [
             (len(name.replace("*", "")) + (10**6 if name == key else 0), settings["step_metric"])
             for name, settings in self.metrics.items()
@@ -82,7 +83,7 @@ class Run:
         return next((found for folder in reversed(self.dirs) if (found := folder / "files" / path).is_file()), None)
 
     def media(self, kind: str) -> dict[str, list[Path]]:
-        """The files of logged media of a kind ("table-file", "plotly-file", ...), by key, in the order logged."""
+        """Return the files of one kind of media ("table-file", "plotly-file", ...) by key, in logged order."""
         found: dict[str, list[Path]] = {}
         for row in self.history:
             for key, value in row.items():
@@ -94,15 +95,18 @@ class Run:
 
     @property
     def tables(self) -> dict[str, dict]:
-        """The last table logged under each key, as {"columns": [...], "data": [...]}."""
+        """Return the last table logged under each key, as {"columns": [...], "data": [...]}."""
         return {key: json.loads(files[-1].read_text()) for key, files in self.media("table-file").items()}
 
 
 def read_finished(path: Path) -> dict[str, Run]:
-    """Returns every run under a path by its id; the folders of a run that was resumed offline are joined in order.
+    """Return every run under a path by its id; the folders of a run that was resumed offline are joined in order.
 
-    Returns when the end of each stands in the last of its files. W&B's own process answers `finish()` before its file
-    is whole, and how long ago it wrote to that file tells nothing: it keeps up to 32 KB back for up to 15 seconds.
+    Wait until the last file of each run holds the end of the run. The process of W&B answers `finish()` before its file
+    is complete. The age of the file does not help: W&B buffers up to 32 KB for up to 15 seconds.
+
+    Raises:
+        TimeoutError: If a run has no end after `PATIENCE` seconds.
     """
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -156,7 +160,7 @@ def _read_into(run: Run, file: Path) -> None:
 
 
 def _value(item: Any) -> Any:
-    """The protocol of today has a field for each kind, that of before only JSON."""
+    """Return the value of an item: the current protocol has a field per type, the older one has only JSON."""
     which = item.WhichOneof("value") if "value" in item.DESCRIPTOR.oneofs_by_name else None
     value = getattr(item, which or "value_json")
     if which in (None, "value_json", "json"):

@@ -1,4 +1,4 @@
-"""What tests of several formulas share: drawn numbers and rotations, and definitions written out once."""
+"""Random numbers, rotations and reference implementations of formulas, for tests of several functions."""
 
 import math
 
@@ -12,33 +12,36 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def rotation(dim: int, seed: int = 0) -> Tensor:
-    """Haar: without the signs of R, the Householder reflections of QR leave a bias."""
+    """Return a Haar-distributed rotation or reflection; without the signs of R, QR by Householder would be biased."""
     q, r = torch.linalg.qr(normal(dim, dim, seed=seed))
     return q * r.diagonal().sign()
 
 
 def ranks(values: list[float]) -> list[float]:
-    """Average ranks, by counting."""
+    """Return ranks from 1, computed by counting; tied values get their mean rank."""
     return [sum(v < u for v in values) + (sum(v == u for v in values) + 1) / 2 for u in values]
 
 
 def dcor(x: list[float], y: list[float]) -> float:
-    """Szekely's distance correlation from its expectation form: E|dX||dY| + E|dX| E|dY| - 2 E|dX||dY'|."""
+    """Return the distance correlation of Szekely et al. (2007).
+
+    The squared distance covariance is E|X-X'||Y-Y'| + E|X-X'| E|Y-Y'| - 2 E|X-X'||Y-Y''|.
+    """
     n = len(x)
 
     def covariance(a: list[float], b: list[float]) -> float:
         da = [[abs(u - v) for v in a] for u in a]
         db = [[abs(u - v) for v in b] for u in b]
-        together = math.fsum(da[i][j] * db[i][j] for i in range(n) for j in range(n)) / n**2
-        apart = math.fsum(map(math.fsum, da)) / n**2 * math.fsum(map(math.fsum, db)) / n**2
+        joint = math.fsum(da[i][j] * db[i][j] for i in range(n) for j in range(n)) / n**2
+        separate = math.fsum(map(math.fsum, da)) / n**2 * math.fsum(map(math.fsum, db)) / n**2
         mixed = math.fsum(math.fsum(da[i]) * math.fsum(db[i]) for i in range(n)) / n**3
-        return together + apart - 2 * mixed
+        return joint + separate - 2 * mixed
 
     return math.sqrt(covariance(x, y) / math.sqrt(covariance(x, x) * covariance(y, y)))
 
 
 def hsic_1(k: np.ndarray, m: np.ndarray) -> float:
-    """Song et al. 2012, written out over matrices."""
+    """Return the unbiased HSIC of Song et al. (2012) from two kernel matrices."""
     n = len(k)
     k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
     ones = np.ones(n)
@@ -47,7 +50,7 @@ def hsic_1(k: np.ndarray, m: np.ndarray) -> float:
 
 
 def cka(x: np.ndarray, y: np.ndarray, *, debiased: bool) -> float:
-    """The definition by kernels."""
+    """Return linear CKA by its definition over kernel matrices."""
     centering = np.eye(len(x)) - 1 / len(x)
 
     def hsic(k: np.ndarray, m: np.ndarray) -> float:

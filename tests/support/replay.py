@@ -1,4 +1,4 @@
-"""Blocks in any order, one after the other from layer 0 of a trajectory: the reference of other ways to run them."""
+"""Run the blocks of a trajectory one after the other in any order, as a reference for faster ways."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from lit_layers.functional.block_schedules import checked, members
 
 @torch.no_grad()
 def replay(view, trajectory, schedule) -> Tensor:
-    """Return the logits of the blocks in the order of a schedule; blocks in a tuple are averaged."""
+    """Return the logits after the blocks of a schedule, run from layer 0; blocks in a tuple are averaged."""
     hidden = trajectory.hidden[0]
     for step in checked(schedule, trajectory.num_layers):
         outputs = [trajectory.block(number)(hidden) for number in members(step)]

@@ -1,4 +1,4 @@
-"""A synthetic run folder with records of every analysis, as a small GPT-2 would leave them."""
+"""Write synthetic run folders with measurements like those of a small GPT-2."""
 
 import hashlib
 import itertools
@@ -30,7 +30,7 @@ def make_run(
     run: str = "quickstart",
     seed: int = 0,
 ) -> Path:
-    """Writes measurements.jsonl, metrics.jsonl and run.json; `failing` are (step, analysis, error)."""
+    """Write measurements.jsonl, metrics.jsonl and run.json; `failing` has (step, analysis, error) tuples."""
     root.mkdir(parents=True, exist_ok=True)
     errors = {(step, analysis): error for step, analysis, error in failing}
     options = {"layers": layers, "seed": seed, "slower": seed / 50}
@@ -72,7 +72,7 @@ def make_series(
     analyses: tuple[str, ...] = ("trajectory", "lens"),
     suspect: tuple[int, ...] = (),
 ) -> Path:
-    """Writes what analysing a series leaves; the suspect steps have the weights of the last one."""
+    """Write the measurements of a checkpoint series; suspect steps have the weights of the last step."""
     for step in steps:
         weights = hashlib.sha256(str(steps[-1] if step in suspect else step).encode()).hexdigest()
         source = dict.fromkeys(("series", "checkpoint"), "EleutherAI/pythia-70m") | {
@@ -95,7 +95,7 @@ def make_models(
     analyses: tuple[str, ...] = ("trajectory", "coupling", "representation", "next_token_probe", "lens"),
     suspect: tuple[str, ...] = (),
 ) -> Path:
-    """Writes what analysing pretrained models leaves: each is a run without steps. `models` are names and layers."""
+    """Write the measurements of pretrained models, each a run without steps; `models` maps names to layers."""
     for number, (name, layers) in enumerate(models.items(), start=1):
         is_local = name.startswith("models/")
         source: dict[str, object] = {"series": "models", "checkpoint": name}
@@ -122,7 +122,10 @@ def measurement(
     seed: int = 0,
     slower: float = 0.0,
 ) -> Measurement:
-    """One analysis of one checkpoint, the same for the same step and seed; `slower`: the share that does not emerge."""
+    """Return one analysis of one checkpoint, determined by step and seed.
+
+    `slower` is the fraction of the training progress that is missing.
+    """
     rng = np.random.default_rng([seed, step, *analysis.encode()])
     progress = math.log1p(step) / math.log1p(512) * (1 - slower)
     made = [] if error else list(RECORDS_OF[analysis](rng, progress, layers))
@@ -262,8 +265,8 @@ def _token_coupling(rng: np.random.Generator, progress: float, layers: int) -> I
         yield _mean(f"excess_{table}_coupling", (level + 0.05) / 1.05, 0.01, layer, k=4)
         for row, column in itertools.product(range(8), repeat=2):
             value = 1.0 if row == column else level * 0.9 ** abs(row - column) + 0.05 * (row > column)
-            place = {"token": round(100 * row / 7), "other_token": round(100 * column / 7)}
-            yield _mean(f"{table}_coupling_pair", value, 0.01, layer, k=4, **place)
+            positions = {"token": round(100 * row / 7), "other_token": round(100 * column / 7)}
+            yield _mean(f"{table}_coupling_pair", value, 0.01, layer, k=4, **positions)
     yield Record(metric="num_tied", value=0.0, n=4, tags={"k": 4})
 
 

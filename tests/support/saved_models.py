@@ -1,4 +1,4 @@
-"""Tiny models as checkpoints on disk, cut into shards."""
+"""Save tiny models as checkpoints in shards."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from torch import nn
 from lit_layers.models.build import quiet
 from tests.support.tiny_models import tiny
 
-SHARD = "20KB"  # so small that every block of a tiny model lies in a shard of its own, or in two
+SHARD = "20KB"  # so small that each block of a tiny model has its own shard or two
 
 
 def saved(folder: Path, name: str = "gpt2", *, shard: str = SHARD, **options) -> nn.Module:
-    """A tiny model of transformers, which now also lies in `folder`."""
+    """Save a tiny model of transformers in `folder`, and return the model."""
     model = tiny(name, **options)
     with quiet():
         model.save_pretrained(folder, max_shard_size=shard)
@@ -19,7 +19,7 @@ def saved(folder: Path, name: str = "gpt2", *, shard: str = SHARD, **options) ->
 
 
 def saved_vit(folder: Path) -> nn.Module:
-    """A tiny vision transformer of timm, which now also lies in `folder`."""
+    """Save a tiny vision transformer of timm in `folder`, and return the model."""
     from lit_layers.models import save, vit
 
     size = {"img_size": 16, "patch_size": 4, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 7}

@@ -1,4 +1,4 @@
-"""Small checkpoint series as the Hub holds them, and a client in this process that talks to the fake one."""
+"""Write small checkpoint series in the layout of the fake Hub, and connect this process to it."""
 
 import contextlib
 import threading
@@ -21,11 +21,14 @@ TWELVE = (0, *(2**power for power in range(10)), 1000)
 
 @contextlib.contextmanager
 def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A fake Hub that this process takes for the real one: huggingface_hub read its address when it was imported."""
+    """Serve a fake Hub that this process uses as the real one.
+
+    Environment variables do not suffice, because huggingface_hub reads the address when it is imported.
+    """
     with FakeHub(root) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # of the functions that are methods of one HfApi
-        # transformers keeps one of its own: that of the first fake Hub, which was asked in vain for half a minute
+        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)  # module functions are methods of this HfApi
+        # transformers caches an HfApi, which would retry the first fake Hub for half a minute after its end
         monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -33,12 +36,12 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # 10 s pass quickly on a machine under load
+        for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # the default of 10 s is too short under load
             monkeypatch.setattr(constants, name, 120)
         for name, value in hub.env(cache.parent).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        close_session()  # a client keeps the proxies of the environment that it was made in
+        close_session()  # an open client keeps the proxies of the environment in which it was created
         yield hub
         hub.closing.set()
         let_downloads_end()
@@ -46,20 +49,20 @@ def served(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def let_downloads_end() -> None:
-    """Waits for what a command that ended early left to a daemon: in this process it does not end with the command."""
+    """Wait for the download threads of a command that ended early: in this process, they outlive it."""
     for thread in threading.enumerate():
         if thread.name == checkpoints.THREAD:
             thread.join(120)
 
 
 def template(folder: Path, *, shard: str = "1GB", **options: Any) -> Path:
-    """A model folder from which steps are made: config and weights, in one file or in shards."""
+    """Save a model folder, config and weights in one file or in shards, from which `make_step` makes steps."""
     saved(folder, "gpt_neox", shard=shard, **options)
     return folder
 
 
 def make_step(model: Path, folder: Path, value: float) -> None:
-    """Writes `model` with every weight moved by `value`: another value is another file, in every shard."""
+    """Copy a model folder with `value` added to every weight, so that each value gives different files."""
     folder.mkdir(parents=True)
     for path in sorted(model.iterdir()):
         if path.suffix == ".safetensors":
@@ -78,7 +81,12 @@ def make_series(
     values: Mapping[int, float] | None = None,
     main: float | None = None,
 ) -> Path:
-    """Writes one branch a step; `values` are those that do not move with their step; `main` is the last by default."""
+    """Write a repository with a branch per step, and return it.
+
+    Args:
+        values: Value that `make_step` adds at a step, if it is not the default (1 + index) / 64.
+        main: Value of the branch main; by default, that of the last step.
+    """
     steps, values = list(steps), values or {}
     moved = {step: values.get(step, (1 + index) / 64) for index, step in enumerate(steps)}
     for step, value in moved.items():

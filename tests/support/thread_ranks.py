@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, of which one at a time runs: what they find, without a process group."""
+"""Run analyses on several ranks without a process group: the ranks are threads, and one runs at a time."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from lit_layers.measuring.one_model import Outcome, outcomes
 
 
 class Exchange:
-    """Where all ranks exchange what they have, as `torch.distributed` would."""
+    """Shared state of all ranks, through which they gather as with `torch.distributed`."""
 
     def __init__(self, size: int) -> None:
         self.turn, self.barrier = threading.Lock(), threading.Barrier(size, timeout=300)
@@ -23,37 +23,37 @@ class Exchange:
 
 
 class Rank:
-    """One of the ranks; it runs between two gathers while the others wait."""
+    """One rank; it holds the lock between two gathers while the others wait."""
 
-    def __init__(self, meeting: Exchange, rank: int, size: int) -> None:
-        self.meeting, self.rank, self.size, self.number = meeting, rank, size, 0
+    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+        self.exchange, self.rank, self.size, self.number = exchange, rank, size, 0
 
     def gather(self, error: str | None, value: Any) -> list[tuple[str | None, Any]]:
         self.number += 1
         try:
-            self.meeting.sent[self.number, self.rank] = error, pickle.dumps(value)
-        except Exception as failure:  # as `Ranks` does
-            self.meeting.sent[self.number, self.rank] = error or kind_and_words(failure), pickle.dumps(None)
-        self.meeting.turn.release()
-        self.meeting.barrier.wait()
-        self.meeting.turn.acquire()
-        everyone = [self.meeting.sent[self.number, rank] for rank in range(self.size)]
-        self.meeting.num_gathers = self.number
+            self.exchange.sent[self.number, self.rank] = error, pickle.dumps(value)
+        except Exception as failure:  # as `Ranks` handles it
+            self.exchange.sent[self.number, self.rank] = error or kind_and_words(failure), pickle.dumps(None)
+        self.exchange.turn.release()
+        self.exchange.barrier.wait()
+        self.exchange.turn.acquire()
+        everyone = [self.exchange.sent[self.number, rank] for rank in range(self.size)]
+        self.exchange.num_gathers = self.number
         return [(error, pickle.loads(content)) for error, content in everyone]
 
 
 def outcomes_on_ranks(model: nn.Module, analyses: Sequence[Analysis], size: int) -> tuple[list[Outcome], Exchange]:
-    """Return what the first of so many ranks yields, each with a model of its own, and where they met."""
-    meeting, found, failures = Exchange(size), dict[int, list[Outcome]](), list[BaseException]()
+    """Return the outcomes on rank 0 of `size` ranks, each with its own copy of the model, and their exchange."""
+    exchange, found, failures = Exchange(size), dict[int, list[Outcome]](), list[BaseException]()
 
     def run(rank: int) -> None:
         try:
-            with meeting.turn:
+            with exchange.turn:
                 own = copy.deepcopy(model)
-                found[rank] = list(outcomes(own, analyses, Rank(meeting, rank, size), weights_hash="x"))
+                found[rank] = list(outcomes(own, analyses, Rank(exchange, rank, size), weights_hash="x"))
         except BaseException as failure:
             failures.append(failure)
-            meeting.barrier.abort()
+            exchange.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -62,5 +62,5 @@ def outcomes_on_ranks(model: nn.Module, analyses: Sequence[Analysis], size: int)
         thread.join()
     if failures:
         raise failures[0]
-    assert all(not found[rank] for rank in range(1, size)), "the first rank alone says what was found"
-    return found[0], meeting
+    assert all(not found[rank] for rank in range(1, size)), "only rank 0 yields outcomes"
+    return found[0], exchange

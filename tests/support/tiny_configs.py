@@ -1,4 +1,4 @@
-"""The config of any model type of transformers, made tiny: one rule for all, and a table of exceptions."""
+"""Build a tiny config and model of any model type of transformers, by one rule and a table of exceptions."""
 
 import inspect
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 DIM, LAYERS, HEADS, VOCAB = 32, 3, 4, 128
-KEPT = object()  # of an exception: the field keeps its default
+KEPT = object()  # value of an exception: the field keeps its default
 
-# By name of a field, in any config that has it.
+# Values of fields, in every config that has the field.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), DIM),
     **dict.fromkeys(("attention_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), DIM),
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 }
 LAYERWISE = ("layer_types", "layers_block_type")
 
-# Of single model types: what the rule gets wrong.
+# Fields that the rule gets wrong, by model type.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64},
     "zamba2": {
@@ -52,7 +52,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, **more: Any) -> Any:
-    """A config of three blocks of width 32."""
+    """Return a config of three blocks of width 32."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return _shrunk(CONFIG_MAPPING[model_type], more)
@@ -64,9 +64,9 @@ def _shrunk(kind: Any, more: dict[str, Any]) -> Any:
     options = {name: size for name, size in SIZES.items() if name in fields and _is_set(plain, name)}
     if "kv_lora_rank" in fields:  # latent attention expands keys and values to every head
         options["num_key_value_heads"] = HEADS
-    for name, part in list(vars(plain).items()):
-        if hasattr(part, "to_dict") and hasattr(part, "model_type"):
-            options[name] = _shrunk(type(part), {}).to_dict()
+    for name, value in list(vars(plain).items()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            options[name] = _shrunk(type(value), {}).to_dict()
     for name in LAYERWISE:
         kinds = _value(plain, name)
         if isinstance(kinds, list | tuple) and kinds and not _is_computed(kind, name):
@@ -93,18 +93,18 @@ def _value(config: Any, name: str) -> Any:
 
 
 def config_for(kind: Any, config: Any) -> Any:
-    """The part of a config that a class takes, which may be one for texts alone."""
+    """Return the config that a class expects, which may be a sub-config such as the text config."""
     wanted = kind.config_class
     if wanted is None or isinstance(config, wanted):
         return config
-    parts = [part for part in vars(config).values() if isinstance(part, wanted)]
-    return parts[0] if parts else config
+    found = [value for value in vars(config).values() if isinstance(value, wanted)]
+    return found[0] if found else config
 
 
 def tiny_model(
     kind: str, model_type: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **more: Any
 ) -> nn.Module:
-    """A random model of a class by name, in evaluation mode, with weights so large that no structure hides."""
+    """Return a random model of a class in evaluation mode, with weights so large that a wrong structure shows."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
@@ -116,7 +116,7 @@ def tiny_model(
 
 
 def scale_up_(model: nn.Module) -> None:
-    """Matrices times 3, biases and norms away from 0 and 1: else a wrong structure hides."""
+    """Multiply matrices by 3 and add noise to biases and norms, so that a wrong structure changes the output."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""A training run of seconds on the digits: a tiny vision transformer, the real data module."""
+"""Train a tiny vision transformer on the digits for seconds, with the real data module."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ CONFIG = {"embed_dim": 16, "depth": 2, "num_heads": 2}
 
 
 def module(**options: Any) -> LitImageClassifier:
-    """With stochastic depth, so that a run that draws one random number more ends elsewhere."""
+    """Return a module with stochastic depth, so that an extra random draw changes the result of a run."""
     settings: dict[str, Any] = {"patch_size": 4, "drop_path_rate": 0.3, "lr": 5e-3, "warmup_steps": 2, **options}
     return LitImageClassifier("vit_tiny_patch16_224", CONFIG, **settings)
 
@@ -47,7 +47,7 @@ def fit(
     resume_from: Path | None = None,
     **options: Any,
 ) -> tuple[L.Trainer, LitImageClassifier]:
-    """Trains a fresh tiny model for a few steps and returns the trainer and the module."""
+    """Train a new tiny model for a few steps, and return the trainer and the module."""
     lit, run = lit or module(), trainer(root, *callbacks, **options)
     run.fit(lit, datamodule=images or data(), ckpt_path=resume_from, weights_only=True)
     return run, lit

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, with weights so large that no non-linearity and no norm can hide."""
+"""Build tiny random models of every family, with weights so large that every non-linearity and norm has an effect."""
 
 import copy
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 VOCAB, DIM, LAYERS, HEADS, POSITIONS, IMAGE = 61, 32, 3, 4, 64, 16
-SCALE = 8  # matrices start at 0.02; at width 32 this gives each about unit gain, so that attention is far from uniform
+SCALE = 8  # matrices start with std 0.02; at width 32, times 8 is about unit gain, so that attention is not uniform
 
 _PLAIN = {
     "vocab_size": VOCAB,
@@ -67,7 +67,7 @@ _DECODER = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
 _MAE = {**_PICTURE, **{f"decoder_{name}": value for name, value in _DECODER.items()}}
 _BEIT = {**_PICTURE, "use_relative_position_bias": True, "layer_scale_init_value": 0.5}
 
-# of Mamba: a logarithm, of how fast a state is forgotten, and weights that do not start at 0.02
+# Mamba: the logarithm of the decay rate, and weights that do not start with std 0.02
 _NOT_SMALL = ("A_log", "conv1d", "dt_proj", "mixer.out_proj")
 
 # name -> (class of transformers, model type, options)
@@ -99,7 +99,7 @@ _TEXT = {
     "distilbert": ("DistilBertForMaskedLM", "distilbert", _DISTILBERT),
     "modernbert": ("ModernBertForMaskedLM", "modernbert", _MODERNBERT),
 }
-# Other heads of these.
+# The same networks with other heads.
 _HEADS = {
     "roberta_trunk": ("RobertaModel", "roberta", _PLAIN),
     "roberta_classifier": ("RobertaForSequenceClassification", "roberta", {**_PLAIN, "num_labels": 5}),
@@ -108,13 +108,13 @@ _HEADS = {
     "distilbert_tagger": ("DistilBertForTokenClassification", "distilbert", {**_DISTILBERT, "num_labels": 5}),
     "modernbert_trunk": ("ModernBertModel", "modernbert", _MODERNBERT),
 }
-# State spaces: no attention, so that what is tested of attention in every family is not tested of these.
+# State-space models: they have no attention, so tests of attention in every family leave them out.
 _RECURRENT = {
     "mamba_lm": ("MambaForCausalLM", "mamba", _MAMBA),
     "mamba_trunk": ("MambaModel", "mamba", _MAMBA),
     "mamba2_lm": ("Mamba2ForCausalLM", "mamba2", _MAMBA2),
 }
-# Models of images of transformers.
+# Vision models of transformers.
 _PICTURES = {
     "picture_vit": ("ViTForImageClassification", "vit", {**_PICTURE, "num_labels": 7}),
     "picture_vit_trunk": ("ViTModel", "vit", _PICTURE),
@@ -145,7 +145,7 @@ _IMAGES = {
     "vit_average": {"global_pool": "avg", "class_token": False, "init_values": 0.5},
     "vit_headless": {"num_classes": 0},
 }
-FAMILIES = (*_TEXT, *_IMAGES)  # EVERY is more than most tests need
+FAMILIES = (*_TEXT, *_IMAGES)  # enough for most tests; EVERY has all
 RECURRENT, PICTURES = tuple(_RECURRENT), tuple(_PICTURES)
 EVERY = (*FAMILIES, *_HEADS, *RECURRENT, *PICTURES)
 _TRANSFORMERS = {**_TEXT, **_HEADS, **_RECURRENT, **_PICTURES}
@@ -161,15 +161,15 @@ def sees_images(name: str) -> bool:
 def tiny(
     name: str, dtype: torch.dtype = torch.float32, *, attention: str | None = None, seed: int = 0, **options
 ) -> nn.Module:
-    """A model of 3 blocks of width 32 in evaluation mode; `options` go to its constructor.
+    """Return a model of 3 blocks of width 32 in evaluation mode; `options` go to its config or constructor.
 
-    Attention is sdpa where the family has it (Gemma 2 has not), unless told otherwise. Who asks again gets a copy of
-    the one that was made: the weights are those of the seed.
+    Attention is sdpa by default, except in families without it (Gemma 2). Models are cached: each call returns a copy,
+    with the weights of `seed`.
     """
-    asked = repr((name, dtype, attention, seed, sorted(options.items())))
-    if asked not in _made:
-        _made[asked] = _tiny(name, dtype, attention, seed, options)
-    return copy.deepcopy(_made[asked])
+    key = repr((name, dtype, attention, seed, sorted(options.items())))
+    if key not in _made:
+        _made[key] = _tiny(name, dtype, attention, seed, options)
+    return copy.deepcopy(_made[key])
 
 
 def _tiny(name: str, dtype: torch.dtype, attention: str | None, seed: int, options: dict) -> nn.Module:
@@ -178,7 +178,7 @@ def _tiny(name: str, dtype: torch.dtype, attention: str | None, seed: int, optio
         model = _vit(attention, **(_IMAGES[name] | options)) if name in _IMAGES else _plain(name, attention, options)
         with torch.no_grad():
             for path, parameter in model.named_parameters():  # biases and norms away from 0 and 1
-                if parameter.ndim == 1 or any(part in path for part in _NOT_SMALL):
+                if parameter.ndim == 1 or any(each in path for each in _NOT_SMALL):
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 else:
                     parameter.mul_(SCALE)
@@ -188,8 +188,10 @@ def _tiny(name: str, dtype: torch.dtype, attention: str | None, seed: int, optio
 def tiny_batch(
     name: str, batch: int = 3, tokens: int = 10, padding: str | None = None, *, seed: int = 1
 ) -> dict[str, Tensor]:
-    """Random inputs. With padding "left" or "right", prompt i has tokens - 2 i real tokens (at least 2), and junk
-    outside them."""
+    """Return random inputs.
+
+    With padding "left" or "right", prompt i has tokens - 2 i real tokens (at least 2), and random ids as padding.
+    """
     generator = torch.Generator().manual_seed(seed)
     if sees_images(name):
         return {"pixel_values": torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)}

@@ -1,4 +1,4 @@
-"""A training run of seconds: random tokens, a tiny GPT-2, the real callbacks."""
+"""Train a tiny GPT-2 on random tokens for seconds, with the real callbacks."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class RandomBlocks(Dataset):
 
 
 class RandomTokens(L.LightningDataModule):
-    """Stands in for LitTextData where the text does not matter."""
+    """Stand-in for LitTextData in tests where the text does not matter."""
 
     num_tokens, global_batch_size = CONTEXT, 8
     tokens_per_step = CONTEXT * 8
@@ -55,14 +55,14 @@ class RandomTokens(L.LightningDataModule):
 
 
 def module(*, dropout: float = 0.2, **options: Any) -> LitCausalLM:
-    """A GPT-2 with dropout, so that a run that draws one random number more ends elsewhere."""
+    """Return a GPT-2 with dropout, so that an extra random draw changes the result of a run."""
     settings: dict[str, Any] = {"lr": 1e-2, "warmup_steps": 2, "pad_vocab_to": 64, **options}
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     return LitCausalLM("gpt2", {**CONFIG, **rates}, **settings)
 
 
 def fit(root: Path, callbacks: list[L.Callback], *, steps: int = 5, **options: Any) -> tuple[L.Trainer, LitCausalLM]:
-    """Trains a fresh tiny model for a few steps and returns the trainer and the module."""
+    """Train a new tiny model for a few steps, and return the trainer and the module."""
     torch.manual_seed(11)
     lit = options.pop("module", None) or module()
     state = options.pop("resume_from", None)

@@ -1,4 +1,4 @@
-"""Pictures that are not drawn, for tests that look at everything else: a process of vl-convert costs half a second."""
+"""Skip drawing in tests that do not check figures: a process of vl-convert costs half a second."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
 
 
 def leave_undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every picture is one grey point, and a page has no script."""
+    """Replace every picture with one grey pixel, and leave the script out of pages."""
     assert base64.b64decode(PNG).startswith(b"\x89PNG")
     monkeypatch.setattr(vega, "_drawing", _drawing)
     monkeypatch.setattr(template, "script", str)

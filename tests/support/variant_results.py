@@ -1,4 +1,4 @@
-"""Made-up measurements of a model whose blocks run otherwise, in the order of harm that is published."""
+"""Synthetic measurements of variants of a model, which rank the variants by harm as in the published results."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ STEPS = (0, 64, 512, 2000, 8000, 32000, 143000)
 TASKS = {"lambada": 0.0, "arc_challenge": 0.25, "winogrande": 0.5}
 ANALYSES = ("interventions", "tasks", "speed", "finetune", "glue", "layer_similarity")
 HARM = {"middle_repeat": 1.3, "skip": 0.7, "parallel": 0.5, "reverse": 0.36, "random": 0.3, "looped_parallel": 0.2}
-_EXACT = ("parallel", "reverse", "random", "middle_repeat")  # the full model itself at M = 1
+_EXACT = ("parallel", "reverse", "random", "middle_repeat")  # equal to the full model at M = 1
 
 
 def harm(variant: Variant, blocks: int = BLOCKS) -> float:
-    """How much is lost: 0 nothing."""
+    """Return how much a variant harms the model; 0 is no harm."""
     if variant.name == "baseline":
         return 0.0
     if variant.name in ("skip_one", "switch"):
@@ -36,34 +36,34 @@ def harm(variant: Variant, blocks: int = BLOCKS) -> float:
 
 
 def training_progress(step: int | None) -> float:
-    """How far training came: 0 not at all."""
+    """Return the progress of training at a step, from 0 to 1."""
     return 1.0 if step is None else math.log1p(step) / math.log1p(STEPS[-1])
 
 
 def scores(variant: Variant, step: int | None, blocks: int = BLOCKS) -> dict[str, float]:
-    """Loss, accuracy and divergence of one variant at one step."""
-    far, lost = training_progress(step), harm(variant, blocks)
-    full, worst = 10.8 - 7.9 * far, 10.8
-    kept = math.exp(-2.2 * lost * (1.6 - far))
+    """Return loss, accuracy and KL divergence of one variant at one step."""
+    progress, lost = training_progress(step), harm(variant, blocks)
+    full, worst = 10.8 - 7.9 * progress, 10.8
+    kept = math.exp(-2.2 * lost * (1.6 - progress))
     return {
         "variant_loss": worst - (worst - full) * kept,
-        "variant_accuracy": 0.002 + 0.45 * far * kept,
+        "variant_accuracy": 0.002 + 0.45 * progress * kept,
         "kl_to_full": (worst - full) * (1 - kept),
     }
 
 
 def records_and_means(
-    all_of: Sequence[Variant], value_of: dict[str, list[float]], metrics: Sequence[str], **tags: str
+    variants: Sequence[Variant], values: dict[str, list[float]], metrics: Sequence[str], **tags: str
 ) -> Iterator[Record]:
-    """A record a variant and metric, and the mean of each set of random orders."""
+    """Yield a record per variant and metric, and the mean over the seeds of each random order."""
     for metric in metrics:
-        of_random: dict[int, list[float]] = {}
-        for index, variant in enumerate(all_of):
-            value = value_of[metric][index]
+        by_middle: dict[int, list[float]] = {}
+        for index, variant in enumerate(variants):
+            value = values[metric][index]
             yield Record(metric=metric, value=value, layer=variant.block, tags={**variant.tags, **tags})
             if variant.seed is not None:
-                of_random.setdefault(variant.middle or 0, []).append(value)
-        for number, found in of_random.items():
+                by_middle.setdefault(variant.middle or 0, []).append(value)
+        for number, found in by_middle.items():
             deviation = float(np.std(found, ddof=1)) / math.sqrt(len(found))
             mean = float(np.mean(found))
             own = {"variant": "random", "middle": number, "num_seeds": len(found), "num_identical": 0, **tags}
@@ -77,7 +77,7 @@ def interventions(
     every = variants(blocks, seeds=range(seeds), custom=custom)
     found = [scores(variant, step, blocks) for variant in every]
     metrics = ("variant_loss", "variant_accuracy", "kl_to_full")
-    return [*records_and_means(every, {name: [one[name] for one in found] for name in metrics}, metrics)]
+    return [*records_and_means(every, {name: [each[name] for each in found] for name in metrics}, metrics)]
 
 
 def task(name: str, step: int | None, *, blocks: int = BLOCKS, seeds: int = 3) -> list[Record]:
@@ -97,16 +97,22 @@ def speed(*, blocks: int = BLOCKS) -> list[Record]:
         stepwise = sum(len(step) if isinstance(step, tuple) else 1 for step in variant.schedule)
         tags = {name: value for name, value in variant.tags.items() if name not in ("seed", "schedule")}
         relative = (2 + stepwise) / (2 + blocks)
-        of_metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
-        of_metrics["peak_memory"] = 1.2e9
-        rows += [Record(metric=m, value=v, layer=variant.block, tags=tags) for m, v in of_metrics.items()]
+        metrics = {"latency": 0.021 * relative, "relative_latency": relative, "throughput": 900 / relative}
+        metrics["peak_memory"] = 1.2e9
+        rows += [Record(metric=m, value=v, layer=variant.block, tags=tags) for m, v in metrics.items()]
     return rows
 
 
 def trained(
     task: str, names: Sequence[str], tag: str, losses: dict[str, float], blocks: int, *more: str
 ) -> list[Record]:
-    """Scores of variants that were trained in some ways, by the tag that says the way: how much more is lost."""
+    """Return scores of trained variants.
+
+    Args:
+        tag: Tag whose value is the way of training, a key of `losses`.
+        losses: Factor of the harm for each way of training.
+        more: Metrics besides task_score.
+    """
     every, metrics, rows = variants(blocks, names, loops=(3,)), ("task_score", *more), []
     for way, factor in losses.items():
         kept = [0.25 + 0.3 * math.exp(-factor * harm(variant, blocks)) for variant in every]
@@ -125,7 +131,7 @@ def glue(name: str, *, blocks: int = BLOCKS) -> list[Record]:
 
 
 def similarity(step: int | None, *, blocks: int = BLOCKS) -> list[Record]:
-    far = training_progress(step)
+    progress = training_progress(step)
     rows: list[Record] = []
     for metric, tags, base in (
         ("layer_cosine", {"mode": "token"}, 0.35),
@@ -134,9 +140,9 @@ def similarity(step: int | None, *, blocks: int = BLOCKS) -> list[Record]:
     ):
         for i in range(blocks + 1):
             for j in range(blocks + 1):
-                value = base + (1 - base) * math.exp(-(0.1 + far) * abs(i - j))
+                value = base + (1 - base) * math.exp(-(0.1 + progress) * abs(i - j))
                 rows.append(Record(metric=metric, value=value, layer=i, other_layer=j, tags=tags))
-        stages = {"num_beginning": 2, "num_middle": blocks - 2, "num_ending": 1, "block_contrast": 0.4 * far}
+        stages = {"num_beginning": 2, "num_middle": blocks - 2, "num_ending": 1, "block_contrast": 0.4 * progress}
         rows += [Record(metric=name, value=value, tags={"of": metric, **tags}) for name, value in stages.items()]
     return rows
 
@@ -151,7 +157,7 @@ def write(
     seeds: int = 10,
     custom: Sequence[str] = (),
 ) -> Path:
-    """Writes a run of a model of so many blocks; speed, fine-tuning and GLUE at the last step alone."""
+    """Write a run of a model of `blocks` blocks; speed, fine-tuning and GLUE are only at the last step."""
     for step in steps:
         is_last = step == steps[-1]
         found = {

@@ -1,4 +1,4 @@
-"""Measurements with the records that a test makes up."""
+"""Measurements with records that a test supplies."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +11,7 @@ from lit_layers.records import Measurement, Record
 def measured(
     analysis: str, found: Iterable[Record], *, run: str = "r", step: int | None = None, **more: Any
 ) -> Measurement:
-    """Return what an analysis left at a step, or of a model."""
+    """Return a measurement with these records, at a step or of a model without steps."""
     return Measurement(
         run=run, step=step, analysis=analysis, records=[*found], **{"tokens": None, "seconds": 0.1, **more}
     )
