@@ -180,14 +180,14 @@ def test_a_full_disk_is_reported_in_one_sentence_and_no_file_is_lost(name: str, 
             outcome = run_limited(argv(name, home, disk.folder), tmp_path)
             reason = "read-only file system" if share is None else "no space left on device"
             about = f"{name} at {share}: {outcome.code}\n{outcome.output}"
-            lines = [line for line in outcome.output.splitlines() if reason in line.lower() and str(disk.folder) in line]
+            hits = [line for line in outcome.output.splitlines() if reason in line.lower() and str(disk.folder) in line]
             refusals = [line for line in outcome.output.splitlines() if line.startswith("lit-layers ")]
             assert "Traceback" not in outcome.output, about
             if outcome.code == 0:  # everything fitted, except a page of a training, which `report` can draw
                 assert share, about
                 assert not refusals, about
             else:
-                assert lines, about
+                assert hits, about
                 assert outcome.code == 2 or (outcome.code, name) == (1, "mteb"), about  # one task can fail alone
                 assert len(refusals) == (outcome.code == 2), about
             found = files(disk.folder)
