@@ -234,7 +234,7 @@ def test_scores_are_those_of_the_choices_in_that_order_also_for_the_first_rows(h
             assert result(mine, "task_score", variant=variant, middle=3, task=task).value == pytest.approx(score)
             left[variant].append((score - guessed) / (1 - guessed))
             assert result(mine, "normalized_score", variant=variant).value == pytest.approx(left[variant][-1])
-    assert len({tuple(values) for values in left.values()}) == 2  # the two variants are distinguishable
+    assert len({tuple(values) for values in left.values()}) == 2  # the variants must differ
     table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
     medians = table[table["analysis"] == "intervene/median_over_tasks"].set_index("variant")["value"]
     for variant, values in left.items():
@@ -265,7 +265,7 @@ def test_ctrl_c_exits_with_130_and_the_next_run_continues(home, tmp_path, monkey
 
 
 @pytest.mark.soak
-def test_a_task_that_fails_leaves_the_others(home, tmp_path, monkeypatch, capsys):
+def test_a_task_that_fails_does_not_stop_the_others(home, tmp_path, monkeypatch, capsys):
     plain = LmEvalScorer.score
 
     def score(scorer, network):
