@@ -18,7 +18,10 @@ from lit_layers.functional.jacobian.block_call import SHARED, Alignment, evaluat
 
 @dataclass(frozen=True, eq=False)
 class BlockCall:
-    """A function from input to output states (batch, tokens, dim): a block with the other arguments of one call."""
+    """A block as a function from its input state to its output state, both (batch, tokens, dim).
+
+    The block gets its other arguments (`args`, `kwargs`: masks, positions) from one recorded call.
+    """
 
     module: nn.Module
     args: tuple
@@ -32,11 +35,11 @@ class BlockCall:
             return state_of(self.module(hidden, *self.args, **self.kwargs))
 
     def aligned(self) -> "BlockCall":
-        """Return the call without alignment, for states whose padding is already after the texts."""
+        """Return the call without `alignment`, for states in which padding has already been moved after the texts."""
         return replace(self, alignment=None)
 
     def rows(self, some: slice, batch_size: int) -> "BlockCall":
-        """Return the call for the selected prompts of a batch, by indexing every argument with one row per prompt."""
+        """Return the call for some prompts of the batch: arguments with one row per prompt keep only their rows."""
         alignment = None if self.alignment is None else self.alignment.select(some)
         args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
@@ -44,7 +47,7 @@ class BlockCall:
 
 @contextmanager
 def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of each block by the function at its index inside the context."""
+    """Inside the context, replace the `forward` of each block by the function at the same index in `forwards`."""
     before = [vars(block).get("forward") for block in blocks]
     try:
         for block, forward in zip(blocks, forwards, strict=True):
@@ -55,15 +58,16 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
             if previous is None:
                 vars(block).pop("forward", None)
             else:
-                # Another tool had replaced `forward`, such as accelerate, which moves weights between devices.
+                # Restore the `forward` that another tool had set, such as accelerate, which moves weights to devices.
                 block.forward = previous
 
 
 @contextmanager
 def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
-    """Replace the `forward` of each block inside the context, and disable the hooks of the blocks.
+    """Inside the context, replace the `forward` of each block and disable the hooks of the blocks.
 
-    States that pass through were read after the hooks had run, so the hooks must not change them again.
+    The states that the replacements return were recorded after the hooks had run, so the hooks must not change them
+    again.
     """
     hooks = ("_forward_pre_hooks", "_forward_hooks")
     saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
@@ -78,7 +82,10 @@ def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 
 
 def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
-    """Return a forward that returns its input state, or `last` if given, in the format of `block_output`."""
+    """Return a replacement for a block's `forward`, which returns its input state, or the state `last` if given.
+
+    The state is returned as a tensor if `num_values` is 0, otherwise as a tuple of that length (`block_output`).
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         state = split_state(args, kwargs)[0] if last is None else last
@@ -114,7 +121,7 @@ def split_state(args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, tuple, dic
 
 @contextmanager
 def clamped_masks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Clamp additive float64 masks of the blocks at the minimum of float32 inside the context.
+    """Inside the context, clamp the additive float64 masks that the blocks receive at the minimum of float32.
 
     Some eager attention computes its softmax in float32, where the minimum of float64 becomes minus infinity. For a
     token that sees only padding, the softmax is then NaN, and the NaN spreads to other tokens.
@@ -192,7 +199,7 @@ def rows_of(value: Any, some: slice, batch_size: int) -> Any:
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Return the mask of real tokens (batch, tokens), which is True everywhere if `inputs` have none."""
+    """Return the mask of real tokens (batch, tokens); it is True everywhere if `inputs` contain no mask."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
@@ -201,6 +208,8 @@ def read_by_length(
     read: Callable[[dict[str, Tensor], Tensor], Tensor], mask: Tensor, columns: Mapping[str, Tensor], hidden: Tensor
 ) -> Tensor:
     """Call `read(columns, states)` once per text length, on all texts of that length without their padding.
+
+    `columns` are the inputs by name, each (batch, tokens), and `hidden` the states (batch, tokens, dim) of the batch.
 
     Returns:
         The results, one row per text in the order of the batch.
@@ -234,8 +243,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def fingerprints(model: nn.Module) -> dict[str, tuple]:
     """Return for each parameter and buffer a fingerprint, which changes if the tensor is written to or replaced.
 
-    It holds the id, the memory address and the version counter of autograd. For rotary frequencies (non-persistent 1-D
-    buffers) the values replace the counter, because some models write the same values again at each call.
+    A fingerprint holds the id, the memory address and the version counter of autograd. For rotary frequencies
+    (non-persistent 1-D buffers) it holds the values instead of the counter, because some models write the same values
+    again at each call.
     """
     seen: set[int] = set()  # lists a tied tensor only once
     prints: dict[str, tuple] = {}

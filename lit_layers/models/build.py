@@ -30,7 +30,7 @@ _FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
 READABLE = 0o644  # safetensors writes files with mode 600, which colleagues on a shared disk cannot read
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
-TIMM_OPTIONS = "build_options"  # attribute of a timm model: its constructor arguments, for its config.json
+TIMM_OPTIONS = "build_options"  # attribute of a timm model that holds its constructor arguments, for its config.json
 
 
 def causal_lm(
@@ -132,7 +132,8 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     """
     model = plain_model(model)
     if hasattr(model, "config"):
-        # Initialize without padding rows: a saved model has none, and must get the same weights as in training.
+        # Initialize without padding rows of the vocabulary, then add them: a saved model has no padding rows, and must
+        # get the same new weights as the padded model in training.
         with seeded(seed):
             fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
             if is_padded(model):
@@ -307,7 +308,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # then timm writes the statistics of ImageNet
+    if pixel_statistics(model) is None:  # remove the statistics of ImageNet, which timm writes for such a model
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)
@@ -334,10 +335,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
-    """Enter `seeded` without progress bars of transformers, and without its load reports if `reports` is False."""
+    """Enter `seeded`, and hide the progress bars of transformers; if `reports` is False, also its load reports."""
     from transformers.utils import logging
 
-    # Otherwise, transformers asks the Hub in a thread to convert each pickle that it opens.
+    # Keep transformers from asking the Hub, in a thread, to convert each pickle that it opens.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -379,7 +380,7 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
     """Return the state dict without padding rows of the vocabulary, as views of the model's tensors.
 
     Raises:
-        InputError: if the model is quantized, so that some weights are no tensors.
+        InputError: if the model is quantized, so that some of its weights are not tensors.
     """
     state = model.state_dict(keep_vars=True)
     if packed := [name for name, value in state.items() if not isinstance(value, Tensor)]:
@@ -394,7 +395,7 @@ def unpadded_state(model: Network) -> dict[str, Tensor]:
 
 
 def has_tied_head(model: Network) -> bool:
-    """Return whether head and embedding are one tensor, whatever the config says."""
+    """Return whether the head and the embedding share one weight tensor, whatever the config says."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 

@@ -64,7 +64,8 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
 def _check_rebuild(short: Network) -> None:
     """Refuse a copy whose states change when it is built again from its config.
 
-    Without a row of `FAMILIES`, it is unknown which other config fields depend on the number of blocks.
+    This is only for classes without a row in `FAMILIES`: it is unknown which of their other config fields depend on the
+    number of blocks.
     """
     try:
         distance = rebuilt_error(short)
@@ -99,7 +100,7 @@ def _set_depth(config: Any, num_layers: int) -> None:
         config.attention_types = [[config.attention_layers, 1]]
     # Every config of transformers accepts this name; GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
-    # Layer names, for models that can be a backbone. `None` selects the last layer as its output.
+    # Models that can be a backbone list the names of their layers. `None` selects the last layer as the output.
     if getattr(config, "stage_names", None) is not None:
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)
@@ -168,7 +169,8 @@ def _round_(module: nn.Module) -> None:
 
 
 def _autocast(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    # With a strong reference, the block would refer to itself and would not be freed with the view.
+    # Refer to the block only weakly: its new `forward` is stored in it. With a strong reference, the block would refer
+    # to itself and would not be freed together with the view.
     method = weakref.WeakMethod(forward)
 
     def run(*args: Any, **kwargs: Any) -> Any:

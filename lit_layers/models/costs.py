@@ -20,16 +20,16 @@ def interleaved(
 ) -> dict[str, list[list[float]]]:
     """Time calls in interleaved rounds, so that slow phases of the machine affect all names alike.
 
-    Each round runs all calls of all names, and each begins with another name in turn.
+    Each round runs all calls of all names. The rounds start with the first name, the second name and so on, in turn.
 
     Args:
         calls: name -> the calls to time.
         num_rounds: number of timed rounds.
-        num_warm_up: number of untimed rounds before these.
+        num_warm_up: number of untimed rounds before the timed ones.
         device: device on which the calls compute.
 
     Returns:
-        Name -> for each of its calls, the seconds of each round.
+        For each name a list with one entry per call: the seconds that the call took in each round.
     """
     names, seconds = list(calls), {name: [[] for _ in calls[name]] for name in calls}
     with torch.inference_mode():
@@ -44,7 +44,10 @@ def interleaved(
 
 
 def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
-    """Return a function that calls a model, not its layered view, on a batch moved to the device of the model."""
+    """Return a function that calls a model on a batch, which is moved to the device of the model.
+
+    The function calls the model itself, not its layered view.
+    """
     view = LayeredModel(model)
     dtype = view.dtype if view.family.sees_images else None
     columns = {key: rows.to(view.device, dtype) for key, rows in batch.items() if key in view.family.inputs}
@@ -58,10 +61,10 @@ def peak_bytes(call: Callable[[], Any]) -> int:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    # Otherwise the profiler logs the start and end of every profile.
+    # Keep the profiler from logging the start and the end of every profile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    # Without `acc_events`, torch 2.12 warns.
+    # `acc_events` only avoids a warning of torch 2.12.
     with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
         result = call()
     # The result is freed only after the profile, so that its memory counts.
@@ -104,7 +107,7 @@ def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm
 
     Args:
         rounds: number of timed passes.
-        warm_up: number of untimed passes before these.
+        warm_up: number of untimed passes before the timed ones.
     """
     call, device, times = call_of(trunk_of(model.model), batch), model.device, []
 

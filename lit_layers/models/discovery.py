@@ -18,7 +18,7 @@ TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 
 @dataclass(frozen=True)
 class FoundFamily(Family):
-    """A family that was found by watching a model: valid for one class and config.
+    """A family that was found by watching a call of a model. It is valid for one class with one config.
 
     Unlike in the rows of `FAMILIES`, `blocks` and `norm` are paths below the model, not below its trunk. States are
     read out by the model's own call with bypassed blocks, so `head` is unused.
@@ -105,10 +105,10 @@ def is_encoder_decoder(model: Network) -> bool:
 def find_blocks(
     model: Network, calls: list[SeenCall], lists: dict[str, list[nn.Module]], probe: Probe
 ) -> tuple[str, list[SeenCall]]:
-    """Return the path of the only list whose modules are the blocks, and their calls.
+    """Return the path of the list of modules that are the blocks, and the calls of these blocks.
 
     Raises:
-        Unproven: if there is no such list, or more than one.
+        Unproven: if there is no such list, or if several lists qualify.
     """
     chains: dict[str, list[SeenCall]] = {}
     reasons: dict[str, str] = {}
@@ -133,7 +133,7 @@ def find_blocks(
 
 
 def _strip_ends(members: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules without dropout and norms at both ends.
+    """Return the modules of a list without the dropout and norm modules at its start and its end.
 
     Training scripts often put these into one Sequential with the blocks.
     """

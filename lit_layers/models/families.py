@@ -42,7 +42,7 @@ class Vision:
 
 TIMM = Vision(
     width=lambda model: model.embed_dim,
-    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` turns it off.
+    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` unsets it.
     fixed_side=lambda model: (
         model.patch_embed.img_size[0] if getattr(model.patch_embed, "strict_img_size", False) else None
     ),
@@ -97,14 +97,17 @@ def text_config(config: Any) -> Any:
 
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
-    """Return vocabulary scores of normed states; the states themselves if the model has no head."""
+    """Return vocabulary scores of normed states. If the model has no head, return the normed states unchanged."""
     # This method finds the head of every class, whose attribute may be `lm_head` or `embed_out`.
     head = model.get_output_embeddings()
     return normed if head is None else head(normed)
 
 
 def roberta_head(model: Network, hidden: Tensor) -> Tensor:
-    """Return vocabulary scores, or class scores per text or per token; the states themselves without a head."""
+    """Return the scores that the head gives the states: of the vocabulary, or of classes per text or per token.
+
+    If the model has no head, return the states unchanged.
+    """
     # The head of RobertaForSequenceClassification selects token 0 itself, so every head gets all tokens.
     head = getattr(model, "lm_head", None) or getattr(model, "classifier", None)
     return hidden if head is None else head(hidden)
@@ -117,26 +120,32 @@ def timm_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def class_token_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of the class token; the normed states themselves without a classifier."""
+    """Return class scores of the class token. If the model has no classifier, return the normed states unchanged."""
     return model.classifier(normed[:, 0]) if hasattr(model, "classifier") else normed
 
 
 def dinov2_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores from the class token and the mean over patches; the normed states without a classifier."""
+    """Return class scores from the class token and the mean over patches.
+
+    If the model has no classifier, return the normed states unchanged.
+    """
     if not hasattr(model, "classifier"):
         return normed
-    # Register tokens are no patches. Without them in `prefix`, they would enter the mean.
+    # Register tokens are not patches. `prefix` counts them, so that they do not enter the mean.
     patches = normed[:, TRANSFORMERS.prefix(model) :]
     return model.classifier(torch.cat([normed[:, 0], patches.mean(dim=1)], dim=1))
 
 
 def beit_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores from the pooler; the normed states themselves without a classifier."""
+    """Return class scores of the pooled states. If the model has no classifier, return the normed states unchanged."""
     return model.classifier(trunk_of(model).pooler(normed)) if hasattr(model, "classifier") else normed
 
 
 def mae_head(model: Network, normed: Tensor) -> Tensor:
-    """Return the pixels that the decoder predicts for each patch; the normed states themselves without a decoder."""
+    """Return the pixels that the decoder predicts for each patch.
+
+    If the model has no decoder, return the normed states unchanged.
+    """
     if not hasattr(model, "decoder"):
         return normed
     # The decoder expects the permutation that puts shuffled patches back (`ids_restore`). `call_mae` never shuffles, so
@@ -146,7 +155,7 @@ def mae_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def clip_head(model: Network, normed: Tensor) -> Tensor:
-    """Return the class token, projected into the space shared with texts if the class has that projection."""
+    """Return the state of the class token, projected into CLIP's space of images and texts if the model can."""
     pooled = normed[:, 0]
     return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
@@ -218,17 +227,19 @@ class Family:
     head: Callable[[Network, Tensor], Tensor] = language_head
     package: str = "transformers"
     inputs: tuple[str, ...] = TEXT
-    # No cache, because a block called a second time would append its keys again and attend to twice the tokens.
+    # Models are called without a key-value cache. With one, a block called a second time would append its keys again
+    # and attend to twice the tokens.
     options: tuple[tuple[str, bool], ...] = (("use_cache", False),)
     first_position: Callable[[Any], int] = no_offset  # config -> position id of the first token of a text
     vision: Vision | None = None  # None for text models
     call: Callable[[Network, Inputs, Options], Any] = call_hf
-    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # call without computing logits
-    results: tuple[str, ...] = ("logits", "last_hidden_state")  # output fields for the logits; the first that exists
+    features: Callable[[Network, Inputs, Options], Any] = call_trunk  # calls a model without computing logits
+    # Output fields that may hold the logits; the first one that exists is read.
+    results: tuple[str, ...] = ("logits", "last_hidden_state")
     origin: str = "row"  # "row" of this table, or "structure" if the blocks were found in a call
-    checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check of a found family
+    checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check; empty for a row of this table
     takes_padding: bool = True  # whether padding after a text leaves its states unchanged
-    is_causal: bool = True  # in models that generate: whether no state depends on later tokens
+    is_causal: bool = True  # whether no state depends on later tokens; only meaningful if they generate text
     needs_all: bool = False  # whether the head needs all tokens at once, because it pools or compares them
 
     @property
@@ -237,12 +248,12 @@ class Family:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that are read from a batch: the model's inputs, and for texts always the mask."""
+        """Names of the columns that are read from a batch: the model's inputs, and for texts always the mask."""
         return self.inputs if self.sees_images else tuple(dict.fromkeys((*self.inputs, "attention_mask")))
 
     @property
     def proof(self) -> Mapping[str, Any] | None:
-        """Results of the checks by name; None for a family with a row."""
+        """Results of the checks by name. It is None for a row of `FAMILIES`, which is not checked."""
         return dict(self.checks) if self.checks else None
 
     def container(self, model: Network) -> nn.Module:
@@ -266,7 +277,10 @@ class Family:
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
     def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        """Return a forward per block that returns its input state, or `last` if given, in the block's output format."""
+        """Return for each block a replacement for its `forward`, which returns its input state, or `last` if given.
+
+        The state is returned in the block's own format: as a tensor, or as the first item of a tuple.
+        """
         return [identity_forward(length, last) for length in self.num_returned(num_blocks)]
 
     def num_returned(self, num_blocks: int) -> Sequence[int]:
@@ -279,7 +293,7 @@ class Family:
         return self.head(model, hidden if norm is None else norm(hidden))
 
     def logits(self, model: Network, inputs: Inputs) -> Tensor:
-        """Return the logits of the model's own call, which equal `read_out` of the last state."""
+        """Return the logits of the model's own call. They equal those that `read_out` computes from the last state."""
         return self.result(self.call(model, inputs, dict(self.options)))
 
     def result(self, output: Any) -> Tensor:
@@ -341,8 +355,8 @@ FAMILIES = (
 
 def row_of(model: nn.Module) -> Family | None:
     """Return the row of a model's class or of its nearest base class; None if there is no row."""
-    # Compares names, as isinstance would import timm and transformers. Compares packages, as torchvision also has a
-    # VisionTransformer, with other attributes.
+    # Compare names of classes, because isinstance would import timm and transformers. Compare packages too, because
+    # torchvision also has a class VisionTransformer, with other attributes.
     for ancestor in type(model).__mro__:
         for family in FAMILIES:
             if ancestor.__name__ in family.classes and ancestor.__module__.split(".")[0] == family.package:

@@ -35,7 +35,7 @@ _SIDES = ("image_size", "img_size")
 class _Facts:
     """The way to call a network and to find its scores, learned from one call."""
 
-    column: str | None  # name of the argument that takes token ids or images; None: the first argument
+    column: str | None  # name of the argument for token ids or images; None if it is the first argument
     config: Any
     takes_mask: bool = False
     needs_mask: bool = False  # whether the mask has no default, so that texts without padding also need one
@@ -83,7 +83,10 @@ class OwnNetwork(nn.Module):
             ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last linear or embedding module with one row per score; None without vocabulary scores."""
+        """Return the last linear or embedding module with one row per vocabulary score.
+
+        Return None if the network gives no vocabulary scores.
+        """
         if not self._facts.scores_words:
             return None
         size = self.config.num_scores
@@ -215,7 +218,7 @@ def _text_facts(network: nn.Module, device: torch.device) -> _Facts:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
     rank, fitting = _candidates(values, ids, lookups.size)
     if (targets := next((name for name in _TARGETS if name in takes), None)) is not None and rank:
-        with contextlib.suppress(*CANNOT_CALL):  # a classifier of texts takes targets of another shape
+        with contextlib.suppress(*CANNOT_CALL):  # skip targets of a wrong shape, as for a text classifier
             again = _floats(_call(network, replace(facts, targets=targets), ids))
             if (better := _candidates(again, ids, lookups.size))[0] < rank:
                 facts, values, (rank, fitting) = replace(facts, targets=targets), again, better

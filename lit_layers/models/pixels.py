@@ -9,9 +9,9 @@ from torch import nn
 from lit_layers.errors import InputError
 
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
-PREPROCESSOR = "preprocessor_config.json"  # file in which transformers saves them
-_STATISTICS = "pixel_statistics"  # attribute of a model: the statistics of its training
-_PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers: the content of PREPROCESSOR
+PREPROCESSOR = "preprocessor_config.json"  # file in which transformers saves the pixel statistics
+_STATISTICS = "pixel_statistics"  # attribute of a model that holds the pixel statistics of its training
+_PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers that holds the content of PREPROCESSOR
 
 
 def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -23,7 +23,7 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Set the pixel statistics from a timm config.json, if it has any.
+    """Set the pixel statistics of a timm model from its config.json, if the config.json contains any.
 
     Without them, timm would use the statistics of ImageNet.
     """
@@ -33,7 +33,7 @@ def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> Non
 
 
 def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Store the content of a preprocessor_config.json in a model, and the pixel statistics if it has them."""
+    """Store the content of a preprocessor_config.json in a model, and also its pixel statistics, if it states any."""
     setattr(model, _PREPROCESSOR, dict(settings))
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not settings.get("do_normalize", True):

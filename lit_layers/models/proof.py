@@ -1,9 +1,10 @@
 """Check that a model is a sequence of blocks, on its actual weights and a small batch made from its config.
 
-Each check compares block calls with the model's own call on that batch. The other arguments of a block may carry
-information from earlier blocks (shared keys, a residual of earlier states). A chain of blocks with the recorded
-arguments then agrees with the model only on that batch. So the model also runs with the output of block 1 changed, and
-the chain must give the same states (`Evidence.check_chain`).
+Each check compares block calls with the model's own call on that batch. Besides its input state, a block gets other
+arguments, which may carry information from earlier blocks (shared keys, a residual of earlier states). If they do, a
+chain of blocks that are called with the recorded arguments agrees with the model only on that batch. Therefore the
+model also runs with the output of block 1 changed, and the chain must give the same states as the model
+(`Evidence.check_chain`).
 """
 
 import inspect
@@ -237,7 +238,7 @@ class Evidence:
             raise NotFinite("its states are not finite on these weights, and nothing can be shown")
 
     def check_replay(self) -> float:
-        """Check that every block, called again with the recorded arguments, returns the same state.
+        """Check that every block, called again with the recorded arguments, returns the recorded state.
 
         Returns:
             The largest relative error.
@@ -260,7 +261,9 @@ class Evidence:
         )
 
     def check_chain(self) -> float:
-        """Check that the chain of blocks follows the model when the output of block 1 is changed.
+        """Check that a chain of blocks gives the same states as the model when the output of block 1 is changed.
+
+        The chain calls each block on the output of the one before, with the other arguments of the unchanged pass.
 
         Returns:
             The largest relative error.
@@ -302,7 +305,8 @@ class Evidence:
             The relative error, and whether the head needs all tokens of a text at once.
 
         Raises:
-            Unproven: if the readout of the last state gives other logits, or a changed state gives the same logits.
+            Unproven: if the readout of the last state gives other logits than the model, or the readout of a changed
+                state gives the same logits.
         """
         reasons = []
         for needs_all in (False, True) if self.probe.is_text else (True,):
@@ -348,7 +352,12 @@ class Evidence:
             raise Unproven(refusal)
 
     def _agrees(self, number: int, without: SeenCall) -> bool:
-        """Return whether a block gives the same output with the arguments of a call without the earlier blocks."""
+        """Return whether a block gives the recorded output even if its other arguments come from another call.
+
+        Args:
+            number: number of the block, 1..L.
+            without: the block's call in a pass of the model in which all blocks were bypassed.
+        """
         try:
             state = self._block_call(without)(self.states[number - 1])
         except CANNOT_CALL:
@@ -373,7 +382,7 @@ class Evidence:
         """Check that no block gets layer 0 as an additional argument.
 
         Raises:
-            Unproven: if one does.
+            Unproven: if a block gets it.
         """
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):
@@ -401,7 +410,10 @@ class Evidence:
         return all(rel_error(one, other) <= self.tolerance for one, other in zip(behind, alone, strict=True))
 
     def scores_take_padding(self) -> bool:
-        """Return whether padding after a text leaves its scores unchanged; a head may average or select tokens."""
+        """Return whether padding after a text leaves its scores unchanged.
+
+        This does not follow from `takes_padding`, which compares states, because a head may average or select tokens.
+        """
         length = max(1, self.probe.needed.shape[1] - 4)
         alone, behind = (
             self.family.logits(self.model, inputs)
@@ -417,7 +429,7 @@ class Evidence:
         return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
     def trunk_agrees(self) -> bool:
-        """Return whether the model has a head and, without it, the same blocks and states."""
+        """Return whether the model has a head, and a call without it runs the same blocks with the same states."""
         if trunk_of(self.model) is self.model:
             return False
         try:
@@ -439,7 +451,7 @@ class Evidence:
         """Check that every block ran once, in order; return the calls as a list.
 
         Raises:
-            Unproven: if a block did not.
+            Unproven: if a block did not run, ran more than once, or ran out of order.
         """
         if [each.module for each in calls] != list(self.blocks):
             raise Unproven(f"its {len(self.blocks)} blocks do not run once each, in order")

@@ -42,8 +42,8 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
 
     Raises:
         InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in a running order
-            (in any thread). Inside, calls raise it for `output_hidden_states`, for a cache that is no plain
-            `DynamicCache`, and for a cache that was filled in another order.
+            (in any thread). Inside the context, a call of the model raises it if `output_hidden_states` is set, if
+            the cache is not a plain `DynamicCache`, or if the cache was filled in another order.
         TypeError, ValueError: if the schedule does not fit the model.
     """
     network: Network = plain_model(model)
@@ -175,14 +175,15 @@ class _OneSlot:
 
 
 def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Variant]:
-    """Return the orders of blocks that an analysis asks for in its options, the full model first.
+    """Return the orders of blocks that the options of an analysis select. The full model comes first.
 
     Args:
-        options: an object with `variants`, and optionally with `middles`, `seeds`, `loops` and `custom`.
+        options: an object with `variants` (kinds of orders), and optionally with `middles`, `seeds`, `loops` and
+            `custom`, as `lit_layers.functional.block_schedules.variants` explains them.
         prefix: the beginning of error messages.
 
     Raises:
-        InputError: if the model has one block, or the options do not fit it.
+        InputError: if the model has only one block, or the options do not fit it.
     """
     names = ("middles", "seeds", "loops", "custom")
     given = {name: getattr(options, name) for name in names if hasattr(options, name)}
@@ -195,10 +196,11 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
 
 
 class SharedPrefixes:
-    """Final states of many schedules on one batch, where common prefixes of schedules run only once.
+    """The final states that a batch has under each of many schedules (orders of blocks).
 
-    They equal those of `running_order`. States of the full model come from the trajectory, and equal
-    schedules run once. Only the states along the current schedule are in memory.
+    The states equal those of the model in `running_order`. Steps that several schedules share at their start run only
+    once, and so do equal schedules. States of the full model are taken from its trajectory. Only the states along the
+    current schedule are in memory.
 
     Raises:
         TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.
@@ -213,7 +215,9 @@ class SharedPrefixes:
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield the indices of equal schedules and their state (batch, tokens, dim) before final norm and head.
+        """Yield for each distinct schedule the indices at which it was given, and its final state.
+
+        The state (batch, tokens, dim) is that before the final norm and the head.
 
         The caller must not write to the state, which later schedules may continue from.
         """

@@ -54,7 +54,7 @@ def load(
         InputError: if the folder or its model does not exist, or the weights do not fit the model or the memory.
     """
     name = os.fspath(folder_or_repo)
-    # transformers never takes an absolute path for a repository, even if the folder disappears.
+    # Make the path absolute, so that transformers never mistakes it for a repository, even if the folder disappears.
     if os.path.isdir(name):
         name = os.path.abspath(name)
         refuse_odd_files(name)
@@ -168,7 +168,7 @@ def _load_transformers(
     return model.eval()
 
 
-# Names of heads and poolers, which read states and change none. So a model may be loaded without them.
+# Names of heads and poolers. They only read states and change none, so a model may be loaded without them.
 _HEADS = re.compile(
     r"cls|decoder|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
 )
@@ -278,7 +278,10 @@ def _parse_infinity(part: dict[str, Any]) -> Any:
 
 
 def describe(model: Network) -> dict[str, Any]:
-    """Return the config.json of a model as plain values for `outline`; padding rows of the vocabulary count."""
+    """Return the config.json of a model as plain values, from which `outline` can build it again.
+
+    The vocabulary size in it includes padding rows.
+    """
     if not hasattr(model, "config"):
         config: Any = model.pretrained_cfg
         facts = {"architecture": config["architecture"], "model_args": getattr(model, TIMM_OPTIONS, {})}
@@ -349,7 +352,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
-        name = os.fspath(Path(name).expanduser().absolute())  # a relative path may be taken for a repository
+        name = os.fspath(Path(name).expanduser().absolute())  # else it could be taken for a repository's name
     try:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type

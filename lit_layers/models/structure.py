@@ -73,14 +73,15 @@ _PROVEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.We
 
 
 def infer_family(model: Network) -> Family:
-    """Return the family of a model without a row, checked on its weights.
+    """Return the family of a model whose class has no row in `FAMILIES`, after checking it on the model's weights.
 
     The checks run again whenever the weights have changed: a weight of 0 at the first step may hide a second path
     between blocks, which appears later in training. Nothing can be checked on states that are not finite. A diverged
     model therefore gets the family last found for its class and config. The model and random states do not change.
 
     Raises:
-        InputError: as in `family_of`.
+        InputError: if the model is not a sequence of blocks, or cannot be checked, for example without weights in
+            memory. The message says why.
     """
     kind = type(model).__name__
     if kind == "CLIPModel":
@@ -163,8 +164,8 @@ def untouched(model: Network) -> Iterator[None]:
     modules = [id(module) for module in model.modules()]
     yield
     after = _tensors(model)
-    # A buffer may be written to or replaced if its values stay the same: models with rotary frequencies that are scaled
-    # for long texts write them at each call.
+    # A buffer may be written to or replaced as long as its values do not change: models that scale their rotary
+    # frequencies for long texts write them at each call.
     written = [
         name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
     ]
@@ -348,7 +349,7 @@ def _final_norm(model: Network, row: list[SeenCall], calls: list[SeenCall]) -> s
 
 
 def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> Vision:
-    """Return the image properties of a model, where all tokens that are no patches count as prefix tokens.
+    """Return the image properties of a model. All tokens that are not patches count as prefix tokens.
 
     Raises:
         Unproven: if the patch size is unknown, or the blocks take fewer tokens than there are patches.

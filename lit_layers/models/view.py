@@ -77,7 +77,7 @@ class LayeredModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of real tokens that the readout scores; None without vocabulary scores (images, no head)."""
+        """Number of real tokens that the readout scores; None if it gives no vocabulary scores (images, no head)."""
         has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
         return true_vocab_size(self.model) if has_words else None
 
@@ -102,27 +102,27 @@ class LayeredModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens of the longest text that the model takes; None without a limit and for images."""
+        """Number of tokens of the longest text that the model takes; None if it has no limit or takes images."""
         return None if self.family.sees_images else self.family.max_tokens(self.model.config)
 
     @property
     def image_size(self) -> int | None:
-        """Side of the images that the model takes, in px; None if it takes any size and for text."""
+        """Side in px of the images that the model takes; None if it takes images of any size, or texts."""
         return None if self.family.vision is None else self.family.vision.fixed_side(self.model)
 
     @property
     def has_class_token(self) -> bool:
-        """Whether the first token of an image is a class token; False for text."""
+        """Whether the first token of an image is a class token; False if the model takes texts."""
         return self.family.vision is not None and self.family.vision.class_token(self.model)
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of tokens before the patches of an image (class, distillation, registers); 0 for text."""
+        """Number of tokens before the patches of an image (class, distillation, registers); 0 for a model of texts."""
         return 0 if self.family.vision is None else self.family.vision.prefix(self.model)
 
     @property
     def num_classes(self) -> int:
-        """Number of image classes in the logits; 0 without a classifier and for text."""
+        """Number of image classes in the logits; 0 if the model has no classifier or takes texts."""
         return 0 if self.family.vision is None else self.family.vision.classes(self.model)
 
     @property
@@ -184,7 +184,7 @@ class LayeredModel:
             if call is not None:
                 calls.append(call)
 
-        # This leaves any inference_mode of the caller: blocks are differentiated at these states later, and autograd
+        # Turn off any inference_mode of the caller: blocks are differentiated at these states later, and autograd
         # refuses inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
@@ -206,7 +206,13 @@ class LayeredModel:
             self._pass(batch, lambda state, mask, *_: visit(next(layers), state, mask))
 
     def _pass(self, batch: Batch, visit: Callable[..., None]) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Run one batch and call `visit(state, mask, call)` before block 1 (`call` is None) and after each block."""
+        """Run one batch, and call `visit(state, mask, call)` before block 1 and after each block.
+
+        `call` is the `BlockCall` that gave the state, and None before block 1.
+
+        Returns:
+            The inputs of the model's call, and how padding was moved after the texts (None if it was not).
+        """
         is_first = True
 
         def give(state: Tensor, call: BlockCall | None = None) -> None:
@@ -263,7 +269,8 @@ class LayeredModel:
     def refuse_reordered(self) -> None:
         """Refuse a model inside a `running_order` context.
 
-        There each block only returns its input, and the last block runs all of them. So block inputs are no layers.
+        Inside that context, each block only returns its input, and the last block runs all of them. So the inputs of
+        blocks are not the layers.
         """
         if REORDERED in self.model.__dict__:
             raise InputError(
@@ -283,7 +290,7 @@ class LayeredModel:
         return logits[..., : self.vocab_size]
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, Tensor], Alignment | None]:
-        """Return the inputs of the model's call, and the alignment that moved padding after the texts, if it did.
+        """Return the inputs of the model's call, and how padding was moved after the texts (None if it was not).
 
         Raises:
             InputError, ValueError: as in `trajectory`.
@@ -373,14 +380,17 @@ class Trajectory:
         return self.model.own_logits(one, rows).reshape(len(index[0]), -1)
 
     def readout(self, hidden: Tensor, index: tuple[Tensor, ...]) -> Tensor:
-        """Return the same rows as `logits_of`, but read out from `hidden` (batch, tokens, dim), not the last state."""
+        """Return the logits at `index` as `logits_of` does, but read out from `hidden` instead of the last state.
+
+        `hidden` is a state (batch, tokens, dim) of the same batch.
+        """
         return self.pooled(hidden)[index] if self.pools_some else self.model.readout(hidden[index])
 
     @functools.cached_property
     def pools_some(self) -> bool:
         """Whether the head pools the tokens of a text, and some tokens of this batch are padding.
 
-        Real tokens whose id is `pad_token_id` also count, because the head takes them for padding.
+        Real tokens whose id is `pad_token_id` count as padding too, because the head takes them for padding.
         """
         family = self.model.family
         if family.sees_images or not family.needs_all:
@@ -452,7 +462,7 @@ States = Literal["resid", "hf", "normed"]
 
 
 def final_norm(model: LayeredModel) -> torch.nn.Module | None:
-    """Return the norm after the last block; None without one (BERT)."""
+    """Return the norm after the last block; None if the model has no such norm (BERT)."""
     return model.family.final_norm(model.model)
 
 
