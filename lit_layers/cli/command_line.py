@@ -9,7 +9,7 @@ from lit_layers.cli import INTERRUPTED, REFUSED
 from lit_layers.cli.process import one_line, take_verbose
 from lit_layers.errors import InputError, did_you_mean, is_full
 
-COMMANDS = {  # each is a module of `verbs`
+COMMANDS = {  # name: help text; the module of this name in `verbs` defines the command
     "analyze": "measure every layer of a trained model, whole or block by block",
     "audit": "check whether the checkpoints of a series are what their names say",
     "correlate": "compare metrics with scores, over models or over layers",
@@ -22,7 +22,7 @@ COMMANDS = {  # each is a module of `verbs`
     "reproduce": "measure a published figure again, and compare with the printed numbers",
     "select": "find the earliest sufficient layer for a task, and cut the model there",
 }
-RESUMABLE = ("analyze", "intervene", "mteb", "prepare")  # these continue if they are run again
+RESUMABLE = ("analyze", "intervene", "mteb", "prepare")  # commands that continue their work if they are run again
 
 
 def parse_command(argv: list[str]) -> list[str]:
@@ -45,7 +45,7 @@ def run_verb(command: str, rest: list[str]) -> int:
     """Run one command, print its user errors, and return its exit code."""
     try:
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
-        # imported here: it takes 0.25 s to load, and `lit-layers --help` does not need it
+        # `options` is imported here: it takes 0.25 s to load, and `lit-layers --help` does not need it.
         from lit_layers.cli import options
 
         return verb(**options.Recipe(verb, rest).arguments())
@@ -54,7 +54,7 @@ def run_verb(command: str, rest: list[str]) -> int:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         if isinstance(error, InputError):
             return refuse(str(error), command)
-        if error.filename is None and not full:  # no file of the user is at fault
+        if error.filename is None and not full:  # the error is not about a file of the user
             raise
         where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
         return refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)

@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:
             if not reader_is_gone():
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+            # Discard what is left in stdout: Python flushes it at exit, which would raise the same error again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = READER_GONE
         except SystemExit:
             if not stop.asked:
@@ -47,7 +48,7 @@ def run_and_end() -> NoReturn:
     """Run the command line, then end the process with its exit code."""
     code = main()
     mirror = sys.modules.get("lit_layers.report.wandb_mirror")
-    if mirror is not None and mirror.abandoned:  # at exit W&B would wait for its server
+    if mirror is not None and mirror.abandoned:  # end at once: W&B's exit handler would wait for its server
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
@@ -56,8 +57,8 @@ def run_and_end() -> NoReturn:
 def _isolate_sys_path() -> None:
     """Keep this process and its child processes from importing modules of the working directory.
 
-    An empty entry of PYTHONPATH means the working directory. `PYTHONPATH=$PYTHONPATH:~/code` has one if PYTHONPATH was
-    unset, so empty entries are removed.
+    An empty entry of PYTHONPATH means the working directory, so empty entries are removed. For example,
+    `PYTHONPATH=$PYTHONPATH:~/code` begins with an empty entry if PYTHONPATH was unset before.
     """
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -23,7 +23,7 @@ from lit_layers.run_data import duration
 from lit_layers.schema import run_facts
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
 
-LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # keys of config.json for the longest input
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # config.json keys of the longest input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +44,17 @@ class Outcome:
 
     @property
     def settings(self) -> list[str]:
-        """Settings of this run that have at least one measurement; a failed analysis may have none."""
+        """Names of the settings (options and data) of this run's analyses that have at least one measurement."""
         there = {settings_of(each) for each in self.measurements}
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """Return successful measurements whose analysis name starts with `prefix`: all, and those at `steps`.
+        """Return the successful measurements of analyses whose name starts with `prefix`: all, and those at `steps`.
 
-        Analyses measured by this run are shown with the settings of this run, other analyses with their usual settings.
-        Only the last measurement of each analysis and step counts. If that one failed, earlier ones are not used: the
-        weights may have changed since.
+        If an analysis was measured with several settings (options and data), only one of them is used: the settings of
+        this run, or, for an analysis that this run did not measure, the default of `lit_layers.identity`. Only the last
+        measurement of each analysis and step counts. If it failed, earlier ones are not used, because the weights may
+        have changed in between.
         """
         complete = [each for each in shown(self.measurements, self.settings) if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(prefix)]
@@ -102,7 +103,8 @@ class Checkpoints(MeasuringOptions):
         if folder.is_dir():
             refuse_odd_files(folder)
         is_steps = folder.is_dir() and not (folder / "config.json").is_file()
-        if folder.is_dir() and any(folder.glob("*.ckpt")):  # a config.json may be in the same folder
+        # *.ckpt files are a series even next to a config.json, but not next to the weights of a model.
+        if folder.is_dir() and any(folder.glob("*.ckpt")):
             is_steps |= not any(any(folder.glob(weights)) for weights in ("*.safetensors", "*.bin"))
         is_series = self.steps is not None or is_steps or model.endswith((".yaml", ".yml"))
         for name in ("revision", "untrained"):
@@ -116,7 +118,7 @@ class Checkpoints(MeasuringOptions):
         """Return the single model, or every series, that `model` names.
 
         Raises:
-            InputError: nothing was found, or an option does not apply.
+            InputError: no model or series was found, or an option does not apply to it.
         """
         if not self.is_series(model):
             return [OneModel(model, revision=self.revision, untrained=self.untrained)]
@@ -134,7 +136,7 @@ def measure(
 ) -> int:
     """Run analyses on each model or series, and return the exit code.
 
-    `make` creates the analyses of a target. `report` prints one result and returns whether anything failed. Set
+    `make` returns the analyses of a `Target`. `report` prints one result and returns whether anything failed. Set
     `during_training` to print less, for repeated calls while a training writes checkpoints.
 
     Raises:
@@ -166,7 +168,7 @@ def measure(
 
 
 def _show_plan(outcome: Outcome, number: int) -> None:
-    """Print the estimated time for all checkpoints, extrapolated from the mean of the measured ones."""
+    """Print the estimated time for all checkpoints, extrapolated from the mean over the measured ones."""
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()
@@ -243,8 +245,8 @@ def analyses_for(
         known: Any = {"trained": trained, "tokenizer": tokenizer, "tell": tell}
         return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
-    last = series.listing.checkpoints[-1]
-    if series.is_single or last.step is not None:  # `last` does not depend on the chosen steps
+    last = series.listing.checkpoints[-1]  # from all checkpoints, so that it does not depend on the chosen steps
+    if series.is_single or last.step is not None:
         return make(target(last, series.name))
     if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):
         raise InputError("tokenizer: each of these models reads with its own: leave it out")
@@ -262,8 +264,8 @@ def _folder_of(series: Series) -> Path | None:
 def root_of(series: Series, root: Path | None, *, is_only: bool) -> Path:
     """Return the folder for the results of a series.
 
-    It is `root` if the user named one, with a subfolder for each series if there are several. Otherwise it is the run's
-    own folder, or a folder below `checkpoints/`.
+    It is `root` if the user named one, with a subfolder for each series if there are several. Otherwise, it is the
+    folder of the training that wrote the series, or, if there is none, a folder below `checkpoints/`.
     """
     if series.is_single:
         seed = "" if series.untrained is None else f"-untrained-{series.untrained}"
@@ -287,6 +289,6 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
     says.
     """
     named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
-    limit = min((each for each in named if each > 0), default=None)  # other values are refused when the model is built
+    limit = min((each for each in named if each > 0), default=None)  # values <= 0 are refused later
     is_roberta = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
     return limit - config.get("pad_token_id", 1) - 1 if limit is not None and is_roberta else limit

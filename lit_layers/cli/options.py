@@ -1,4 +1,4 @@
-"""Command line options of a verb, derived from the signature of its function.
+"""Command line options of a verb (a command such as `fit`), derived from the signature of its function.
 
 Options are read from the command line and from YAML recipes, and are checked against their types. A parameter without a
 default is required. Its help text comes from the docstring, its range from `Annotated[int, COUNT]`. A parameter whose
@@ -40,8 +40,9 @@ from lit_layers.cli.process import VERBOSE
 from lit_layers.errors import InputError, did_you_mean
 from lit_layers.schema import refuse_outside
 
-trusted_modules: set[str] = set()  # named with --code
-# Lightning's demos and server and all of torch are not listed: they download data, start processes or run code.
+trusted_modules: set[str] = set()  # modules named with --code
+# Modules whose classes a recipe may name. Lightning's demos and server and the rest of torch are left out: they
+# download data, start processes or run code.
 MODULES = (
     *("lit_layers", "torch.nn", "torch.optim", "torch.distributed.fsdp", "transformers.models", "timm.models"),
     *(f"lightning.pytorch.{part}" for part in ("accelerators", "callbacks", "loggers", "plugins", "profilers")),
@@ -53,7 +54,7 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
-_PLAIN = (str, int, float, tuple, Path)  # other classes are given by class_path
+_PLAIN = (str, int, float, tuple, Path)  # types with plain values; other classes are given by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 _HOMES = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
 _REWORDED = (
@@ -132,7 +133,7 @@ class Recipe:
             name, value = action.dest, options.get(action.dest)
             if isinstance(value, str) and not value.strip() and name != "separator":  # e.g. an unset shell variable
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # from a recipe
+            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # a flag in a recipe
                 raise InputError(f"{name}: expected true or false, got {value!r}")
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
@@ -194,7 +195,7 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     _add_options(parser, verb)
     words = "a YAML recipe with values for these options; a later recipe overrides earlier ones"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "log what the command does, and tracebacks of failures"  # handled earlier, by `take_verbose`
+    words = "log what the command does, and tracebacks of failures"  # only for --help: `take_verbose` handles it
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 
@@ -238,7 +239,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
             continue
         options: dict[str, Any] = {"type": kind, **about}
         if not is_required:
-            options["default"] = [] if get_origin(kind) is list else default  # the field has a default_factory
+            options["default"] = [] if get_origin(kind) is list else default  # a list has a default_factory
         if kind is bool and default is False:
             options = {"action": "store_true", **about}
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and not _is_group(function)
@@ -281,10 +282,10 @@ def _input_errors() -> Iterator[None]:
 def refuse_replacing(folder: Path | None, read: Iterable[str | Path | None], written: Sequence[str]) -> None:
     """Refuse an output folder if writing to it would overwrite one of the input tables.
 
-    `written` are the names of the output tables without suffix.
+    `read` are the paths of the input tables. `written` are the names of the output tables without suffix.
 
     Raises:
-        InputError: names the table that would be overwritten.
+        InputError: an input table would be overwritten; the message names it.
     """
     for path in map(Path, filter(None, read)):
         if folder and path.is_file() and path.stem in written and path.resolve().parent == folder.resolve():
@@ -305,7 +306,8 @@ def one_sentence(
         error = error.__cause__
     if where and isinstance(error, InputError):
         return f"{where[1]}: {error}"
-    if where and error is not None and "'class_path': " in text:  # the message lists all types; only the class matters
+    # For a class, jsonargparse lists the errors of all accepted types: use only the error of the class.
+    if where and error is not None and "'class_path': " in text:
         said = "" if isinstance(error, ValueError | TypeError) else f"{type(error).__name__}: "
         text = f"{where[1]}: {said}{' '.join(str(error).split())}"
     for pattern, words in _REWORDED:
@@ -325,8 +327,8 @@ def one_sentence(
 def trust_code(argv: list[str]) -> list[str]:
     """Remove each `--code PACKAGE` from a command line, and allow recipes to name classes of that package.
 
-    `--code` is no option of the parser, because a recipe could then set it. A folder is appended to the end of
-    `sys.path`, so that its files cannot replace installed packages.
+    `--code` is not an option of the recipe parser, because a recipe could then set it. A folder is appended to the end
+    of `sys.path`, so that its files cannot replace installed packages.
 
     Raises:
         InputError: the argument is neither an importable package or module nor a folder.
@@ -365,7 +367,8 @@ def _packages(named: str) -> list[str]:
 def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
     """Refuse functions that a recipe passes to a class.
 
-    Functions of `lit_layers.functional` and of `--code` packages are allowed, and so are defaults of the class.
+    Functions of `lit_layers.functional` and of `--code` packages are allowed, and so are the class's own
+    defaults.
     """
     pure = ("lit_layers.functional.", *(f"{package}." for package in trusted_modules))
     for name, value in options.items():
@@ -400,7 +403,7 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_instantiate, object)  # `object`, since Analysis would import torch even for `--help`
+add_instantiator(_instantiate, object)  # not for Analysis, which would import torch even for `--help`
 # Write defaults that YAML cannot represent as text, e.g. an enum of Timer or the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)

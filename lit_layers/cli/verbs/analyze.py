@@ -28,7 +28,7 @@ class AnalysisOptions:
     Args:
         corpus: the text to measure on; recipes refer to it as ${corpus}
         tokenizer: the tokenizer for this text; recipes refer to it as ${tokenizer}. In a comparison of models, each
-            uses its own
+            model uses its own tokenizer
         metrics: what to measure: comma-separated names of analyses or metrics (docs/metrics.md), such as
             coupling,lens,prompt_entropy; not together with --analyses
         analyses: what to measure, as a list of classes with options (default: the analyses of the training run,
@@ -124,8 +124,8 @@ class Command:
         """Return the analyses for a target, by default with the target's own tokenizer and corpus.
 
         If the options name no analyses, corpus or tokenizer, the analyses of the training run are used. Values that the
-        training has measured are then not measured again, and new values extend its curves. Otherwise the default is
-        a few analyses on texts that fit the model's context length.
+        training has measured are then not measured again, and new values extend its curves. If the training had no
+        analyses either, the default is a few analyses on texts that fit the model's context length.
 
         Raises:
             InputError: a tokenizer is needed and the target has none, or no analyses are named for an image model.

@@ -74,8 +74,8 @@ def correlate(
     of the layers that the metrics would choose.
 
     Args:
-        models: folders of runs, of model comparisons, or folders of these; or one .csv or .parquet file with one row
-            per model
+        models: folders of runs or of model comparisons, or folders that contain these; or one .csv or .parquet file
+            with one row per model
         step: which checkpoint of training runs (default: the last one with the metric)
         resamples: number of bootstrap resamples of the models or tasks, for confidence intervals
         seed: random seed of the resampling

@@ -37,7 +37,8 @@ def emerge(
         seeds: the runs are seeds of one training: also find times for the mean curves over all seeds
         axis: unit of the time axis: optimizer steps or tokens
         confidence: confidence level of the intervals, and of the test whether a curve emerges
-        settings: which settings to use if an analysis was measured with several, as in `lit-layers report`
+        settings: which settings (options, data) to use if an analysis was measured with several: see --settings of
+            `lit-layers report`
         allow_suspect: also use checkpoints that the audit of their series found suspect
         seed: random seed
         root: folder for the page, the tables and the pictures (default: emergence)

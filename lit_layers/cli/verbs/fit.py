@@ -61,8 +61,8 @@ class RunOptions:
             folder has no run yet
         ckpt_path: continue from a .ckpt file of a Lightning Trainer, in a new root, with its weights, optimizer and
             step
-        optimizer: the optimizer, by class_path and init_args; null uses the module's own, AdamW
-        lr_scheduler: the learning rate scheduler, by class_path and init_args; null uses the module's own
+        optimizer: the optimizer, by class_path and init_args; null uses the default of the module, AdamW
+        lr_scheduler: the learning rate scheduler, by class_path and init_args; null uses that of the module
         resume_every: number of steps between checkpoints for resuming; null saves one only at the end and on SIGTERM
         steps: steps to save and measure: pythia (0, 1, 2, 4, ... 512, 1000, 2000, ...), a list, {every: N} or {log: 2,
             until: N, then_every: N}. A rule may be extended by single steps: {every: 500, also: [750]}
@@ -120,7 +120,7 @@ class Run:
         """Return the trainer. The order of its callbacks matters.
 
         First the run's folder is prepared, then scalars are logged, then the weights are saved, then they are measured.
-        The checkpoint for resuming comes last, so that it includes the state of all others.
+        The checkpoint for resuming comes last, so that it includes the state of all other callbacks.
         """
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
@@ -142,7 +142,7 @@ class Run:
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
         trainer = _new_trainer(given, self.root)
         if isinstance(self.datamodule, LitStepData):
-            # Refuse also callbacks that need the model before training begins or that save other weights.
+            # The callbacks in `also` need the model before training begins, or save other weights: refuse them.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
             process.set_threads(trainer.strategy.root_device, trainer.num_devices)
@@ -183,8 +183,8 @@ def fit(
 ) -> int:
     """Train from a recipe, and save and measure the model at each step of a schedule.
 
-    `lit-layers fit quickstart/gpt2` uses a recipe of the package, `--config FILE` your own. The report is also
-    written if the run fails. Exit code: 0; 2 for wrong input; 3 if training diverged; 130 after Ctrl-C; 143 after
+    `lit-layers fit quickstart/gpt2` uses a recipe of the package, `--config FILE` uses your own. The report is
+    also written if the run fails. Exit code: 0; 2 for wrong input; 3 if training diverged; 130 after Ctrl-C; 143 after
     SIGTERM.
 
     Args:
@@ -197,7 +197,7 @@ def fit(
     quieten()
     L.seed_everything(seed_everything, workers=True)
     with contextlib.ExitStack() as stack:
-        if trainer.get("fast_dev_run"):  # must leave no files
+        if trainer.get("fast_dev_run"):  # a trial of Lightning: write its files to a temporary folder
             root = stack.enter_context(tempfile.TemporaryDirectory())
             overrides = [f"--root={root}", "--wandb=null", "--resume=null"]
             recipe = Recipe(fit, [*recipe.argv, *overrides])
@@ -209,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                if run.trainer.is_global_zero:  # it may have been killed before the page was written
+                if run.trainer.is_global_zero:  # the run may have been killed before it wrote its page
                     run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
@@ -239,7 +239,7 @@ def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
     """Return the point to resume from and whether the training had already finished; print a line about it."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
-    if point is not None and point.step >= end and not is_first_rank():  # all ranks must agree on this
+    if point is not None and point.step >= end and not is_first_rank():  # check the file on every rank: all must agree
         point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
     if run.trainer.is_global_zero and point is not None:
@@ -270,14 +270,14 @@ def _closing(run: Run) -> Iterator[None]:
         if run.folder.started:
             _close(run, time.perf_counter() - started, run.code, run.last_step or axis_step(run.trainer))
         if run.code in (0, TERMINATED, DIVERGED):
-            # torchrun and `srun --kill-on-bad-exit=1` kill the other ranks when one fails, so all wait here.
+            # torchrun and `srun --kill-on-bad-exit=1` kill the other ranks when one fails, so all ranks wait here.
             run.trainer.strategy.barrier()
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
     """Write the run's facts and report, print failures, and finish the W&B mirror.
 
-    An error in here must hide neither how the training ended nor the remaining steps.
+    If the report fails, the reason is printed; the exit code stays, and the W&B mirror is still finished.
     """
     finish_first()
     root, mirror = run.root, run.mirror

@@ -41,20 +41,20 @@ class Interventions:
             does not include
         schedule: a custom order, such as '1 2 (3,4,5) (3,4,5) 6': blocks in parentheses run side by side, and their
             outputs are averaged. Separate several orders with ;
-        middles: how many middle blocks are changed: all possible numbers, or some, such as 1,5,9
+        middles: numbers of middle blocks to change: all (every possible number), or a list such as 1,5,9
         seeds: seeds of the random orders (default: 0 to 9)
         loops: how many times looped_parallel runs the middle blocks (default: 2 to 8)
         tasks: benchmarks to score: lambada, arc_challenge, hellaswag, winogrande, gsm8k, other tasks of lm-eval, or,
             with --folder, those of docs/interventions.md (default: these five, if no other option says what to measure)
         folder: a folder of local data; its tasks.yaml gives the paths of the tasks, also for --glue and --finetune
             (default: the Hub)
-        limit: score only the first rows of each task, at most this many
+        limit: largest number of rows to score of each task; the first rows are taken
         max_new_tokens: largest number of tokens of a generated answer (default: 256)
         corpus: a text: measure loss, accuracy and divergence from the full model on its held-out part
         states: with --corpus or --images: also measure how far the hidden states after the changed blocks are from
             those of the full model
         num_sequences: number of sequences of the --corpus text
-        num_tokens: tokens of each sequence of --corpus and --speed (default: 128)
+        num_tokens: number of tokens of each sequence of --corpus and --speed (default: 128)
         images: images to score, instead of texts, for an image classifier: digits, cifar10, a local path, ORG/NAME
         num_images: number of images of the test split
         image_size: size of the model's input in pixels (default: that of the image source)
@@ -184,9 +184,10 @@ def _refuse_another_kind(options: Interventions, target: Target) -> None:
 
 
 def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the order options reduced to variants of different cost.
+    """Return the options that select orders of blocks, reduced to the orders whose latency is measured.
 
-    Random orders cost as much as reversed ones, and one number of loops is enough.
+    Random orders are left out, because they take as long as the reversed order. Variants of single blocks are also
+    left out. Only one number of loops is kept.
     """
     names = [name for name in chosen["variants"] if name not in ("random", *orders.BLOCK_NAMES)]
     published = orders.PUBLISHED_LOOPS
@@ -206,9 +207,9 @@ def _images(options: Interventions) -> Any:
 
 
 def _report(outcome: Outcome) -> bool:
-    """Write the table and page of all variants in the root folder, and print the scores of the full model.
+    """Write the table and page of all variants to the root folder, and print the scores of the full model.
 
-    Also prints the paths of these files. Returns whether any variant failed.
+    Also print the paths of these files. Return whether any analysis or variant failed.
     """
     complete, found = outcome.complete()
     has_failed = False

@@ -50,10 +50,10 @@ def mteb(
         folder: a folder of local data in the tasks' own layout (docs/mteb.md); it is searched before the Hub
         modules: for a sentence encoder, the layers that use the pooling and normalisation of its modules.json: the last
             one, all or none (default: last; none if --pooling is given)
-        pooling: how the states of a text become one vector: the last token, the mean of all, or the first (cls),
-            without padding (default: mean)
-        states: which states: resid, the outputs of blocks; normed, the same after the final norm; hf, after the final
-            norm at the last layer only
+        pooling: how the states of a text become one vector: the state of the last token, the mean over all tokens, or
+            the state of the first token (cls); padding is ignored (default: mean)
+        states: which hidden states: resid, the outputs of the blocks; normed, these outputs after the final norm; hf,
+            the outputs of the blocks, with the final norm applied at the last layer only
         max_tokens: longer texts are truncated to this many tokens, or to the model's limit if that is smaller
         metrics: also measure metrics that need no labels, such as entropy and rank, on the first 1,000 texts of each
             task
@@ -79,7 +79,7 @@ def mteb(
 
 
 def _report(tasks: "list[ScoredTask]", outcome: Outcome) -> bool:
-    """Print the scores of the requested tasks, write all scores in the root, and return whether any task failed."""
+    """Print the mean scores of the requested tasks, write all scores to files, and return whether any task failed."""
     names = [spec.name for spec in tasks]
     scored, of_call = outcome.complete("mteb/")
     if shown := [each for each in of_call if each.analysis.removeprefix("mteb/") in names]:

@@ -28,7 +28,7 @@ def prepare(
         max_documents: read at most this many documents of each split
         column: the column with the text (default: text)
         separator: the line that ends a document of a .txt file; "" for an empty line
-        validation: share of the documents to hold out (default: 0.01; python: 0.1)
+        validation: share of the documents to hold out (default: 0.01; for python: 0.1)
     """
     from lit_layers.data import preparing
 

@@ -70,7 +70,7 @@ def report(
     if wandb:
         mirror = _mirror(run.about)
         config = run.about.get("config", {})
-        with run_lock.writing(folder):  # a second mirror would send points twice
+        with run_lock.writing(folder):  # lock the run: a second mirror would send points twice
             mirror.open(folder, run_id=_run_id(run), config=config)
             mirror.finish()
         print(mirror.closing_line)
@@ -92,14 +92,14 @@ def _side_by_side(content: side_by_side.SideBySide, out: Path, export: Path | No
 
 
 def _mirror(about: dict[str, Any]) -> Any:
-    """Return a W&B mirror with the options of the run's own mirror, if it had one."""
+    """Return a W&B mirror with the options that the training of the run used for its mirror, or the defaults."""
     options = (about.get("config", {}).get("wandb") or {}).get("init_args")
     parameters = inspect.signature(WandbMirror).parameters
     return WandbMirror(**{name: value for name, value in (options or {}).items() if name in parameters})
 
 
 def _run_id(run: Any) -> str:
-    """Return the W&B id of the run's own mirror; if it had none, an id derived from the first line of its records."""
+    """Return the id that the training used at W&B, or else an id derived from the first line of the run's records."""
     if run.about.get("id"):
         return str(run.about["id"])
     files = (run.root / "measurements.jsonl", run.root / "metrics.jsonl")

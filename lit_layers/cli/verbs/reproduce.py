@@ -14,8 +14,8 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
 
-STEPS = "steps"  # folder for the recipe of each step
-_STOPPED = 128  # exit codes above this: ended by a signal
+STEPS = "steps"  # subfolder with a recipe for each step (command)
+_STOPPED = 128  # exit codes above this mean that a signal ended the command
 
 
 def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) -> int:
@@ -54,7 +54,7 @@ def reproduce(file: Path, *, reduced: bool = False, root: Path | None = None) ->
 
 
 def _write_step(number: int, step: Step, root: Path) -> list[str]:
-    """Write the options of a step to a recipe, and return the command that runs it, as a user would type it.
+    """Write the options of a step (one command) to a recipe, and return the command line, as a user would type it.
 
     Raises:
         InputError: the command refuses the options. All steps are checked before the first one runs.

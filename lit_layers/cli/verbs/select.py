@@ -47,7 +47,7 @@ class SelectOptions:
         rule: which layer is good enough (docs/select.md); within_tolerance: the first whose score is worse
             than that of the last layer by at most the tolerance
         tolerance: tolerance of the rule: in units of the score, or for fraction_of_last a share of the last layer's
-            score; knee and best have none
+            score; the rules knee and best have no tolerance
         pooling: how a layer's states are pooled into one vector (default: as in a sentence encoder's modules.json,
             otherwise last; cls for images)
         max_tokens: longer texts are truncated to this many tokens
@@ -97,7 +97,8 @@ class SelectOptions:
     def _local_task(self, name: str) -> "ProbeTask":
         """Return a task from local files.
 
-        If it is one file, test and validation rows are split off from it. If it is a folder, its files are the splits.
+        If `name` is a file, test and validation rows are split off from it. If it is a folder, its files are the
+        splits.
         """
         if not is_local(name):
             raise unknown_task(name, TASKS, f"name a {', '.join(SUFFIXES)} file")
