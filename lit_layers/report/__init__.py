@@ -21,11 +21,12 @@ def write_report(
 
     Interrupted runs also work. If no measurement in the folder has a step, the page compares the models in it;
     otherwise measurements without a step are only counted. Checkpoints that an audit found suspect are left out of all
-    curves and tables, unless `allow_suspect`; the page lists them in any case. It also lists values measured with other
-    settings than the drawn ones; `settings` selects among these (see `lit_layers.identity`).
+    curves and tables, unless `allow_suspect`; the page lists them in any case. If an analysis was measured with several
+    settings (options and data), one of them is drawn, and the page lists the others. `settings` selects which one, as
+    `lit_layers.identity` describes.
 
     Raises:
-        InputError: `root` is no run folder, one of its files is corrupt, or the page cannot be written.
+        InputError: `root` is not a run folder, one of its files is corrupt, or the page cannot be written.
     """
     run = run_data.read_run(root, settings=settings)
     page = render(run, allow_suspect=allow_suspect)

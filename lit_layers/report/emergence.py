@@ -37,7 +37,7 @@ from lit_layers.report.logged_numbers import shown_records
 from lit_layers.report.template import Block, block, fill
 
 LEAST_P = 1e-4  # smaller p-values are shown as < 1e-4
-MOST_ROWS = 60  # rows of a timeline or an order matrix; more are unreadable
+MOST_ROWS = 60  # largest number of rows of a timeline or an order matrix; more are unreadable
 
 
 def axis_text(number: float) -> str:
@@ -79,8 +79,8 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
 def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
     """Return a chart with one row per metric, sorted by half-way point, and one colour per run.
 
-    Filled marks with intervals are half-way points, hollow marks are peaks. Only the earliest `MOST_ROWS` rows are
-    shown.
+    The half-way point is the time at which a curve has made half of its change. Filled marks with intervals are
+    half-way points, hollow marks are peaks. Only the earliest `MOST_ROWS` rows are shown.
     """
     entries = [(number, *pair) for number, run in enumerate(clock.runs) for pair in emerged_curves(clock, run)]
     by_key = grouped(entries, lambda entry: entry[1].key)
@@ -160,14 +160,14 @@ def monotonicity_charts(
 
 
 def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
-    """Return the lines of runs; a run has the same colour in all figures."""
+    """Return the lines in the styles of their runs; a run has the same colour in all figures."""
     look = {"of": len(clock.runs), "width": 2.0, "texts_only": True}
     runs = [(number, run) for number, run in enumerate(clock.runs) if run in lines]
     return [replace(lines[run], **style_of_run(number, run, **look)) for number, run in runs]
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Return a heat map of the probability that the metric of a row is half-way before that of a column.
+    """Return a heat map of the probability that a row's metric is half through its change before a column's metric.
 
     It shows the metrics that emerge in a run, earliest first, and at most `MOST_ROWS` of them.
     """
@@ -237,9 +237,10 @@ def write_emergence(
 
 
 def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Return the emergence section of a run's own page: sentences and a figure, or None if no curve can be judged.
+    """Return the emergence section of a run's own page: sentences and a figure, or None if no curve is long enough.
 
-    It shows one variant of each metric, without diagnostics and interventions. `lit-layers emerge` shows all of them.
+    It shows one variant of each metric (one value of tags such as `k`), without diagnostics and interventions.
+    `lit-layers emerge` shows all of them.
     """
     shown = [replace(m, records=[r for r in shown_records(m) if "variant" not in r.tags]) for m in measurements]
     clock = times_of_run(run, shown, root)
@@ -255,7 +256,7 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
-    """Return sentences about the metrics that emerge, earliest first, then about those that change and return."""
+    """Return sentences about the metrics that emerge, earliest first, then about those that change and come back."""
     back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
 
@@ -287,7 +288,7 @@ def _figures(
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
     """Return the HTML page with these blocks."""
-    # The mean over seeds is not a run.
+    # Leave out the curves of means over seeds, which are not runs.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(
         "emergence.html.jinja",

@@ -30,14 +30,14 @@ _SECTION = "lit_layers"  # W&B section of everything except metric curves
 STEP, TOKENS = f"{_SECTION}/step", f"{_SECTION}/tokens"
 TRANSFORMERS_AXIS = "train/global_step"  # transformers adds it to each row that it logs to W&B
 TABLE = "emergence"
-_TABLE_ROWS = 20_000  # takes 5 s; longer tables omit layer pairs, and W&B truncates at 200,000
-Scalars = Literal["plotted", "all"]  # which records become curves
+_TABLE_ROWS = 20_000  # rows, logged in 5 s; a longer table leaves out layer pairs. W&B truncates at 200,000
+Scalars = Literal["plotted", "all"]  # which records become curves over steps
 # Tags that distinguish variants of a metric, of which only one is plotted.
 _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of", "domain", "k")
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return a run's latest measurements, without suspect checkpoints, and the result of `plain_settings`."""
+    """Return a run's latest measurements, without suspect checkpoints, and what `plain_settings` returns for them."""
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
@@ -45,10 +45,12 @@ def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, st
 def curves_of(
     measurements: Iterable[Measurement], plain: dict[tuple[str, str], str], scalars: Scalars = "plotted"
 ) -> dict[str, Record]:
-    """Return the records of one step that are logged as curves, by name, without layer pairs and single tokens.
+    """Return the records of one step that are logged as scalars, by the names of their curves over steps.
 
-    With `scalars="plotted"`, each metric is logged in one variant only. Only one metric of each analysis has curves per
-    layer: the one listed first in docs/metrics.md.
+    Values of layer pairs and of single tokens are left out. `scalars="all"` logs everything else. `scalars="plotted"`
+    logs one variant of each metric (such as its mean but not its median), and values per layer only for one metric of
+    each analysis: the one listed first in docs/metrics.md. `plain` is the result of `plain_settings`: the settings that
+    are logged under the plain name of their analysis.
     """
     curves = dict[str, Record]()
     for m in measurements:
@@ -69,7 +71,7 @@ def curves_of(
 
 
 def shown_records(measurement: Measurement) -> list[Record]:
-    """Return the records worth plotting: one variant per metric, no diagnostics, lists of values or baselines."""
+    """Return the records worth plotting: one variant per metric, without diagnostics, lists of values and baselines."""
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
 
@@ -82,7 +84,7 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return the measurements that each picture of layers by steps shows, with the records of its metric only."""
+    """Return, for the name of each picture of layers by steps, its measurements with only the records of its metric."""
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
         of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]
@@ -102,7 +104,7 @@ def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
 
     charts, (measured, plain) = dict[str, Any](), measured_in(root)
     for name, series in surfaces_of((m for m in measured if (m.step or 0) <= last_step), plain).items():
-        with contextlib.suppress(ValueError):  # the variant exists at one step only
+        with contextlib.suppress(ValueError):  # skip a metric whose variant exists at one step only
             charts[name] = layer_surface(records.frame(series), series[0].records[0].metric).whole()
     try:
         pictures = pictures_of([*charts.values()], [".png"]) if charts else []
@@ -136,7 +138,7 @@ def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
 
 
 class WandbRun:
-    """Writer of measurements to a W&B run of the user, whose own rows keep their numbers.
+    """Writer of measurements to a W&B run of the user; it does not change the numbers of the user's own rows.
 
     W&B numbers the rows of a run, and drops a row whose number is lower than that of the previous row. Measurements are
     therefore merged into the row that is currently open, at most one step per row. Steps that cannot be merged are
@@ -166,7 +168,8 @@ class WandbRun:
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue the curves and pictures of one step; without an axis, merge them into the open row if possible."""
-        if self._is_shared and len(self._pending) > 1:  # a single one may be step 0, before the logger's first row
+        # A single pending step may be step 0, which comes before the logger's first row.
+        if self._is_shared and len(self._pending) > 1:
             self.flush()
         self._pending[step] = {**values, self._axis: step}
         if not self._is_shared:
@@ -211,7 +214,7 @@ class WandbRun:
 
 
 def writer_of(destination: Any) -> Any:
-    """Return a writer: `WandbRun` for a W&B run or logger, the logger itself for Lightning, otherwise None."""
+    """Return a `WandbRun` for a W&B run or logger; any other Lightning logger itself; None for anything else."""
     is_logger = "WandbLogger" in [kind.__name__ for kind in type(destination).__mro__]
     run = destination.experiment if is_logger else destination
     if any(kind.__module__.startswith("wandb.") and kind.__name__ == "Run" for kind in type(run).__mro__):

@@ -57,11 +57,11 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
 
 
 def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] | None:
-    """Return the emergence section of the page, or None if no curve can be judged."""
+    """Return the emergence section of the page, or None for models side by side and if no curve is long enough."""
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
         return None if run.compares_models else emergence.run_summary(run.name, drawn, run.root)
-    except Exception as error:  # the rest of the page is still useful
+    except Exception as error:  # show the reason instead: the rest of the page is still useful
         reason = f"The times at which metrics emerge could not be computed: {type(error).__name__}: {error}"
         return {"sentences": [], "still": [], "notes": [reason], "blocks": []}
 
@@ -104,10 +104,10 @@ def write_pictures(
     checkpoint.
 
     The folder is created if needed; other files in it are not touched. Suspect checkpoints are left out unless
-    `allow_suspect`. `settings` selects settings as for the page.
+    `allow_suspect`. `settings` selects one of several settings of an analysis, as in `write_report`.
 
     Raises:
-        InputError: `root` is no run folder or has no figures, or a picture cannot be written.
+        InputError: `root` is not a run folder or has no figures, or a picture cannot be written.
     """
     charts = [*_named_charts(run_data.read_run(root, settings=settings), allow_suspect=allow_suspect)]
     if not charts:
@@ -116,7 +116,7 @@ def write_pictures(
 
 
 def _named_charts(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
-    """Yield each chart with its file name; its title is prefixed with the section."""
+    """Yield each chart with its file name; the name of the section is put before its title."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])
     head = [*sections.training(run), *sections.first_surface(frame)]

@@ -20,7 +20,7 @@ from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, T
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # largest number of whole-model variants in one figure
-# The metrics of each of these groups share a block.
+# Groups of metrics: the metrics of one group share a block of the page, where the reader chooses one of them.
 _CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")
 CONTROLS = ("random_labels", "relabelled_vocabulary")
 
@@ -33,8 +33,8 @@ def sections(
 ) -> list[dict[str, Any]]:
     """Return a section for each analysis of a run, or of models side by side, that has figures.
 
-    `num_layers` are the depths of the models; not every layer need be measured. Secondary metrics become the section's
-    diagnostics.
+    `num_layers` are the depths of the models, because the last layers may not be measured. Secondary metrics become the
+    section's diagnostics.
     """
     shown = []
     table: Any = frame
@@ -100,14 +100,14 @@ def training(run: RunData) -> list[Block]:
 
 
 def first_surface(frame: pd.DataFrame) -> list[Block]:
-    """Return the opening figure of a page: one metric over layers and steps, the logit lens loss if it was measured."""
+    """Return the first figure of a page, a metric over layers and steps: the logit lens loss if it was measured."""
     table: Any = frame
     table = table[table["layer"].notna() & table["step"].notna() & ~is_intervention(frame)]
     counts = table.groupby(["analysis", "metric"], sort=False)["layer"].nunique()
     pairs: list[Any] = [*counts[counts > 1].index]
     for analysis, metric in sorted(pairs, key=lambda pair: (pair[1] != "logit_lens_loss", rank(pair[1]))):
         if not (look_up(metric).secondary or look_up(metric).unlisted):
-            with contextlib.suppress(ValueError):  # values at one step only, or of layer pairs
+            with contextlib.suppress(ValueError):  # skip a metric with values at one step only, or of layer pairs
                 chart = plots.layer_surface(table, metric, analysis=analysis)
                 title = f"{look_up(metric).unit_title}: layers over steps"
                 return [block(title, "", [("", [("", chart)])], metrics=[metric])]
@@ -132,7 +132,7 @@ def shapes(
     only whole-model values has no figure.
     """
     table: Any = part
-    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fast to filter again
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # a small table is filtered faster below
     unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
@@ -155,7 +155,7 @@ def shapes(
             if any(map(_is_on_profile, every)):
                 yield "", partial(plots.layer_profile, table, metric, **look)
             return
-        names = levels["metric"].unique()  # some variants have no baseline
+        names = levels["metric"].unique()  # baselines, which some variants lack
         options["baselines"] = look["baselines"] = [
             name for name in names if tables.matching(tables.select(levels, name, analysis=analysis), tags)
         ]
@@ -212,13 +212,13 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """Return the reader's choices as figure options with texts: variants, and layers for per-layer tables."""
+    """Return what a reader can choose, as figure options with a text: a variant, and the layer of a table per layer."""
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
         return [({"tags": tags}, text) for tags, text in kinds]
     choices = []
     for tags, text in kinds:
-        # pairs of different blocks first: a block in its own directions is trivial
+        # Pairs of different blocks come first: the Jacobian of a block in its own leading directions is trivial.
         pairs = {(p.layer, p.other_layer) for p in tables.matching(points, tags)}
         for layer, other in sorted(pairs, key=lambda pair: (pair[0] == pair[1], pair[0], pair[1] or 0)):
             texts = [pair_text(layer, other), *([text] if len(kinds) > 1 else [])]
@@ -227,7 +227,7 @@ def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the variants that the reader can choose, plainest first; a few whole-model variants share one figure."""
+    """Return the variants that the reader can choose, the default first; a few whole-model variants share a figure."""
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
         statistics = dict.fromkeys(tags.get("statistic") for tags in variants)
@@ -236,9 +236,9 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
                 return [({}, "")]
             in_order = sorted(statistics, key=lambda statistic: statistic or "")
             return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
-    # Some variants, e.g. a median, may exist only for the whole model: not a choice if others have layers.
+    # Leave out variants that exist only for the whole model, e.g. a median, if others have values per layer.
     variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
-    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # drawn as dashed lines
+    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # dashed lines
     first = tables.plainest(variants)
     if len(variants) < 2:
         return [(first, tables.variant_text(first))]
@@ -266,7 +266,7 @@ def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list
     table: Any = frame[is_intervention(frame) & (frame["metric"] != records.FAILED)]
     if table.empty or "variant" not in table:
         return []
-    # most rows are single random orders, which no figure shows
+    # Drop single random orders, which are most of the rows and which no figure shows.
     table = table[table["seed"].isna()] if "seed" in table else table
     shown = []
     by_kind = tables.grouped(sorted(table["analysis"].unique(), key=lambda name: name not in _MEANS.values()), _kind)
@@ -291,7 +291,7 @@ _MEANS = {TASKS: tables.MEDIAN, tables.GLUE: tables.GLUE_MEAN}
 
 
 def _kind(analysis: str) -> str:
-    """Return the section of an analysis."""
+    """Return the name of the section that shows an analysis of interventions."""
     if analysis.split("/")[0] == READOUT or analysis == SPEED:
         return analysis
     return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
@@ -315,7 +315,7 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
                 draw = partial(plots.models_by_middle, table, metric, variant=variant, **chosen)
                 named = f"{text}: {tag_text({'variant': variant})}"
                 drawings.setdefault("Models side by side", []).append((named, draw))
-        every = every[:1]  # for several models only the first metric
+        every = every[:1]  # for several models, draw only the first metric
     for title, (variants, make) in _KINDS.items():
         for text, rows, metric, chosen in every:
             for run in rows[rows["variant"].isin(variants)]["run"].unique():
@@ -326,9 +326,10 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
-    """Yield choice text, rows, metric and figure options for each metric of the analyses, plainest first.
+    """Yield the text of the choice, the rows, the metric and the figure options for each metric of the analyses.
 
-    A metric measured under several conditions (such as tag `when`) is yielded once per condition.
+    Metrics of variants, tasks and costs come first. A metric measured under several conditions (such as values of the
+    tag `when`) is yielded once per condition.
     """
     for analysis in analyses:
         part = table[(table["analysis"] == analysis) & table["variant"].notna()]

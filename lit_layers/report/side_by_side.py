@@ -34,9 +34,10 @@ _ROUNDING = 1e-6
 class Line:
     """One metric of a run, or of all seeds of a group, over their common steps. All arrays have shape (checkpoints,).
 
-    `low` and `high` are a 95% interval. Over seeds it uses Student's t; for a single run it is over prompts, if the run
-    has standard errors. Interval ends are clipped to the metric's range (e.g. accuracy >= 0). `error` is the standard
-    error and `df` its degrees of freedom, infinite over prompts. `left_out` says which prompts a difference leaves out.
+    `low` and `high` are the ends of a 95% interval, clipped to the metric's range (e.g. accuracy >= 0). For a group of
+    seeds it is Student's interval over the seeds. For a single run it is an interval over prompts, and NaN if the run
+    has no standard errors. `error` is the standard error and `df` its degrees of freedom, which are infinite for an
+    interval over prompts. If the line is a difference, `left_out` says which prompts are left out of it.
     """
 
     group: str
@@ -68,7 +69,7 @@ class Line:
 
     @property
     def interval_over(self) -> str:
-        """Unit of the interval: `5 seeds`, `prompts`, or an empty string without an interval."""
+        """What the interval is over: `5 seeds`, `prompts`, or an empty string if there is no interval."""
         return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
 
 
@@ -77,9 +78,9 @@ def _quantile(df: float) -> float:
 
 
 def _interval(values: Array, half: Array, least: float, most: float) -> tuple[Array, Array]:
-    """Return the ends of an interval, clipped to [least, most].
+    """Return the ends of an interval of half width `half` around `values`, clipped to [least, most].
 
-    If a value is outside this range, it is in other units than expected, and nothing is clipped.
+    Nothing is clipped if a value is outside this range: the values are then in other units than expected.
     """
     low, high = values - half, values + half
     if ((values < least - _ROUNDING) | (values > most + _ROUNDING)).any():
@@ -112,7 +113,7 @@ def difference(one: Line, other: Line) -> Line:
         # Computed from error ratios: the fourth power of a small error underflows to 0.
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
-        df = np.where(np.isfinite(df), df, a.df + b.df)  # both errors are 0
+        df = np.where(np.isfinite(df), df, a.df + b.df)  # NaN if both errors are 0
     elif (diffs := _prompt_differences(a.curve, b.curve, common)) is not None:
         values, error, df, left_out = _paired_means(*diffs, values, error)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -137,10 +138,10 @@ def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Arra
 
 
 def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
-    """Return mean difference, standard error and degrees of freedom over prompt pairs, and which are omitted.
+    """Return the mean difference over prompts of both runs, its standard error and df, and which prompts are left out.
 
-    A step with fewer than two pairs keeps `values` and `error`. A step where all prompts are paired keeps `values`:
-    they are more precise than the rounded values of single prompts.
+    A step keeps `values` and `error` if fewer than two prompts have a value in both runs. It keeps `values` if all
+    prompts have one: they are more precise than the rounded values of single prompts.
     """
     diffs = np.where(np.isfinite(diffs), diffs, np.nan)
     n = np.isfinite(diffs).sum(0)
@@ -187,12 +188,13 @@ def read_side_by_side(
         roots: folders of runs.
         seeds: all runs are seeds of one training.
         group: runs with the same value of this recipe field, such as `data.shuffle_tokens`, are seeds of one training.
-        settings: which settings to use if an analysis was measured with several, as in `lit_layers.identity`.
+        settings: which settings (options and data) to use if an analysis was measured with several, as in
+            `lit_layers.identity`.
         allow_suspect: also use checkpoints that an audit found suspect.
 
     Raises:
         InputError: two runs have the same name, or two seeds have equal values or different settings. Also if a recipe
-            lacks the field, no metric has common steps, or a run cannot be read (see `curves_of`).
+            lacks the field `group`, no metric has common steps, or a run cannot be read (see `curves_of`).
     """
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")
@@ -311,7 +313,7 @@ def layer_chart(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str
 
 
 def page_of(content: SideBySide) -> str:
-    """Return the HTML page: the groups, a table of last values, and the figures of each analysis."""
+    """Return the HTML page: the runs of each group, a table of the values at the last step, and all figures."""
     shown = [
         {"name": analysis, "title": sentence(analysis), "metrics": blocks}
         for analysis, blocks in _blocks(content).items()
@@ -369,7 +371,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
         for of_tags in variants.values():
             by_layer = {key[2]: lines for key, lines in of_tags}
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
-            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # depths may differ
+            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # layers of all groups
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", the last common layer"
@@ -397,7 +399,7 @@ def last_values(content: SideBySide) -> pd.DataFrame:
     """Return a table with one row per metric at the last common step, with the value and interval of each group.
 
     Columns are analysis, metric, layer, tags, step, title, and value, low and high of each group. Metrics with values
-    per layer are shown at the last common layer. With two groups there is also their difference.
+    per layer are shown at the last common layer. With two groups, the last columns are their difference.
     """
     groups, rows = list(content.groups), list[dict[str, Any]]()
     last: dict[tuple[str, str, str], int | None] = {}

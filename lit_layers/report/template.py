@@ -28,7 +28,7 @@ Choice = tuple[str, Iterable[Captioned]]  # text of a choice, and its figures
 
 
 class Block(dict[str, Any]):
-    """The figures of a metric with their title and note; `fill` numbers the figures."""
+    """The figures of a metric with their title and note; `fill` replaces the figures by their indices."""
 
 
 class Cells(NamedTuple):
@@ -82,7 +82,7 @@ def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[s
     """Return a drawn figure with its caption, or with the reason why drawing failed."""
     try:
         return _figure(chart if isinstance(chart, Chart) else chart(), caption, kind=kind)
-    except Exception as error:  # the other figures are still shown
+    except Exception as error:  # show the reason in its place, and the other figures
         logger.debug("a figure could not be drawn", exc_info=True)
         return _figure(caption=caption, problem=f"This figure could not be drawn: {kind_and_words(error)}")
 
@@ -111,7 +111,7 @@ def content_of(chart: Chart) -> dict[str, Any]:
 
 
 def fill(template: str, **content: Any) -> str:
-    """Return the HTML page that a template makes of `content`, including the data of all figures in its blocks."""
+    """Return the HTML page of a template filled with `content`, including the data of all figures in its blocks."""
     page, figures = files("lit_layers.report").joinpath("page"), Figures()
     content = number_figures(content, figures)
     specs = json.dumps(figures, separators=(",", ":")).encode()  # the figures are similar, so gzip shrinks them tenfold
@@ -155,7 +155,7 @@ def number_figures(content: Any, figures: Figures) -> Any:
     choices = content["choices"]
     numbers = [[_add_figure(each, figures) for each in choice["figures"]] for choice in choices]
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
-    # in pixels; a slider needs 36 of them below the plot
+    # Heights in pixels; a slider takes 36 of them from the plot.
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
     slots = [
         {
@@ -177,7 +177,7 @@ def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:
     if drawn["chart"] is not None:
         try:
             content = content_of(drawn["chart"])
-        except Exception as error:  # the other figures are still shown
+        except Exception as error:  # show the reason in its place, and the other figures
             content = {"problem": f"This figure could not be drawn: {type(error).__name__}: {error}"}
     figures.append(content)
     return len(figures) - 1

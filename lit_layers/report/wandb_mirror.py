@@ -1,4 +1,4 @@
-"""Mirror of a run at W&B, which fills gaps from the run's files, and a W&B workspace with its charts."""
+"""Mirror of a run at W&B, which sends missing values from the run's files, and a W&B workspace with its charts."""
 
 import contextlib
 import json
@@ -28,17 +28,17 @@ _INIT = 8.0  # seconds to wait for the server
 LIMIT = 300.0  # seconds to wait for uploads at the end
 # Matches a line of W&B's settings that may name another server than the one `wandb init` writes.
 _ADDRESS = re.compile(r"^(?!\s*$|\s*[#;\[]|(entity|project|mode) *=|base_url *= *https://api\.wandb\.ai/?$).+", re.M)
-abandoned: "list[WandbMirror]" = []  # wandb's exit handler could wait forever for these
+abandoned: "list[WandbMirror]" = []  # mirrors that stopped: wandb's exit handler could wait forever for them
 
 
 class WandbMirror:
     """A mirror of a run's scalars and measurements at W&B. A failure of W&B never stops training.
 
-    A point is a name at a step. `open` finds out which points W&B already has, from the mirror's log of sent rows and
-    from the server's row count. It then sends the missing points of `metrics.jsonl` and `measurements.jsonl`.
-    `log_step` sends new points. So write to the files first, then call `log_step` once per step. A row sent just before
-    a kill may be sent twice, with equal values. All charts have `trainer/global_step` as x-axis; each row also has the
-    number of tokens.
+    A point is the value of one name at one step. `open` finds out which points W&B already has, from the mirror's log of
+    sent rows and from the server's row count. It then sends the missing points of `metrics.jsonl` and
+    `measurements.jsonl`. `log_step` sends new points. So write to the files first, then call `log_step` once per step. A
+    row sent just before the process is killed may be sent twice, with equal values. All charts have
+    `trainer/global_step` as x-axis; each row also has the number of tokens.
 
     The table at the end has all records. Records measured with other settings than the first ones of an analysis get a
     separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one sentence. W&B uploads rows in a
@@ -67,7 +67,7 @@ class WandbMirror:
         self.scalars: shown.Scalars = scalars
         self.mode = mode
         self.target = {"project": project, "entity": entity, "group": group}
-        self.closing_line = ""  # address or upload command, and workspace command
+        self.closing_line = ""  # the run's address or the upload command, and the workspace command
         self._run: Any = None  # None unless rows can be sent
         self._sent = defaultdict[str, set[int | None]](set)  # steps that W&B has, by name
         self._steps = set[int]()  # measured steps
@@ -113,12 +113,12 @@ class WandbMirror:
         if self._run is None:
             return
         with self._stop_on_error():
-            # An interrupted run may be resumed, and then sends its table at its end.
+            # Send no table for an interrupted run: it may be resumed, and then sends its table at its end.
             is_due = self._num_rows > self._num_before or None not in self._sent[shown.TABLE]
             if exit_code == 0 and is_due and (row := shown.end_of_run(self.root)):
                 self._send(None, row)
             end = ThreadPoolExecutor(1).submit(self._run.finish, exit_code=exit_code)
-            limit = min(LIMIT, 15) if exit_code == 143 else LIMIT  # clusters kill soon after SIGTERM
+            limit = min(LIMIT, 15) if exit_code == 143 else LIMIT  # clusters kill a job soon after SIGTERM
             if not wait([end], limit).done:
                 raise TimeoutError(f"not all was sent within {limit:.0f} s")
             end.result()
@@ -135,7 +135,7 @@ class WandbMirror:
             refuse_settings_of_folder()
         root = self.root.resolve()
         (root / "wandb").mkdir(parents=True, exist_ok=True)
-        # W&B stages tables and figures: use the run's folder, not the user's home.
+        # W&B copies tables and figures before it uploads them: have it copy to the run's folder, not the user's home.
         os.environ["WANDB_DATA_DIR"] = str(root / "wandb")
         settings = wandb.Settings(console="off", silent=True, reinit="create_new", init_timeout=_INIT)
         options = {"config": config, "id": run_id, "resume": "allow", "name": root.name, "dir": str(root)}
@@ -148,7 +148,7 @@ class WandbMirror:
                 raise InputError(f"wandb.mode online: W&B cannot be reached ({reason}); try auto") from error
             logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
             if wandb.run is None:
-                wandb.teardown()  # the service still holds the run id of the failed start
+                wandb.teardown()  # W&B's service still holds the run id of the failed start
             run = wandb.init(**options, mode="offline")
         run.define_metric(shown.AXIS)
         run.define_metric("*", step_metric=shown.AXIS, step_sync=False)
@@ -163,16 +163,16 @@ class WandbMirror:
         """Read the log of sent rows, keep those that W&B has, and rewrite the log."""
         file, noted = self.root / "wandb" / NOTES, list[dict[str, Any]]()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-            with contextlib.suppress(ValueError):  # incomplete last line
+            with contextlib.suppress(ValueError):  # skip an incomplete last line
                 noted.append(json.loads(line))
         rows = [row for row in noted if "row" in row]
         is_online = self._run.settings.mode != "offline"
         before = self._run.starting_step or 0 if is_online else 0
         # Row numbers of W&B never decrease: rows that are sent again get new numbers.
         self._num_rows = self._num_before = max([before, *(row["row"] + 1 for row in rows)])
-        if is_online:  # later rows never reached the server (offline run or crash)
+        if is_online:  # the server lacks the later rows (offline run or crash)
             rows = [row for row in rows if row["row"] < before]
-        elif rows and "is_closed" not in noted[-1]:  # killed
+        elif rows and "is_closed" not in noted[-1]:  # the process was killed
             rows = [row for row in rows if row["at"] <= rows[-1]["at"] - LAG]
         for row in rows:
             self._mark_sent(row)
@@ -210,7 +210,7 @@ class WandbMirror:
         """Stop the mirror after any error and log a sentence, so that training goes on.
 
         Raises:
-            InputError: one was raised before the W&B run started.
+            InputError: the error is an InputError from before the W&B run started.
         """
         try:
             yield
@@ -256,7 +256,7 @@ def _has_credentials(wandb: Any) -> bool:
 
 
 def save_workspace(root: str | Path, target: str) -> str:
-    """Create a workspace at ENTITY/PROJECT with the charts of a run, for all runs there; return its address.
+    """Create a workspace at ENTITY/PROJECT with the charts of a run, for all runs of the project; return its address.
 
     Raises:
         InputError: `target` is not ENTITY/PROJECT, nothing was measured, or W&B cannot be reached or refuses it.
@@ -274,7 +274,7 @@ def save_workspace(root: str | Path, target: str) -> str:
 
 
 def workspace_of(root: str | Path, entity: str, project: str) -> Any:
-    """Return a workspace of `wandb_workspaces` that plots all layers of a metric in one chart, and its pictures."""
+    """Return a W&B workspace with one chart of all layers for each metric, and the pictures of layers by steps."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
