@@ -36,8 +36,8 @@ class Line:
 
     `low` and `high` are the ends of a 95% interval, clipped to the metric's range (e.g. accuracy >= 0). For a group of
     seeds it is Student's interval over the seeds. For a single run it is an interval over prompts, and NaN if the run
-    has no standard errors. `error` is the standard error and `df` its degrees of freedom, which are infinite for an
-    interval over prompts. If the line is a difference, `left_out` says which prompts are left out of it.
+    has no standard errors. `error` is the standard error and `df` its degrees of freedom, which are infinite for a
+    single run. If the line is a difference, `left_out` says which prompts are left out of it.
     """
 
     group: str

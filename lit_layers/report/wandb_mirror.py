@@ -34,10 +34,10 @@ abandoned: "list[WandbMirror]" = []  # mirrors that stopped: wandb's exit handle
 class WandbMirror:
     """A mirror of a run's scalars and measurements at W&B. A failure of W&B never stops training.
 
-    A point is the value of one name at one step. `open` finds out which points W&B already has, from the mirror's log of
-    sent rows and from the server's row count. It then sends the missing points of `metrics.jsonl` and
-    `measurements.jsonl`. `log_step` sends new points. So write to the files first, then call `log_step` once per step. A
-    row sent just before the process is killed may be sent twice, with equal values. All charts have
+    A point is the value of one name at one step. `open` finds out which points W&B already has, from the mirror's log
+    of sent rows and from the server's row count. It then sends the missing points of `metrics.jsonl` and
+    `measurements.jsonl`. `log_step` sends new points. So write to the files first, then call `log_step` once per step.
+    A row sent just before the process is killed may be sent twice, with equal values. All charts have
     `trainer/global_step` as x-axis; each row also has the number of tokens.
 
     The table at the end has all records. Records measured with other settings than the first ones of an analysis get a
