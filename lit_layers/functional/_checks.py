@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Undefined = Literal["raise", "nan"]  # whether an undefined element raises or is NaN
+Undefined = Literal["raise", "nan"]  # whether an undefined element raises ValueError or becomes NaN in the result
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -24,7 +24,8 @@ def check_option(name: str, value: Any, *allowed: Any) -> None:
 def checked(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefined: str) -> Tensor:
     """Return `values` with NaN for each element that has a problem.
 
-    `problems` maps a reason to a boolean tensor that broadcasts to `values`.
+    `problems` maps a reason to a boolean tensor that broadcasts to `values`: True where the metric is undefined for
+    this reason.
 
     Raises:
         ValueError: an element has a problem and `undefined` is not "nan"; the message names the first such element.
@@ -61,7 +62,7 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
         if mask.dtype != torch.bool:
             raise TypeError(f"expected a boolean mask, True on real tokens, got {mask.dtype}")
         mask = mask.to(tokens.device)
-        mask.expand(tokens.shape[:-1])  # raises if the mask has other prompts or tokens
+        mask.expand(tokens.shape[:-1])  # raises if the mask has another number of prompts or tokens
     if mask is None or mask.all():
         rows = tokens[..., drop_first:, :]
         return rows, rows.new_ones(rows.shape[:-1], dtype=torch.bool)
@@ -75,23 +76,23 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
-    """Return a mask of the elements that hold a NaN or an infinity."""
-    if rows.sum().isfinite():  # one cheap pass for the usual case
+    """Return a mask of the sets of rows that contain a NaN or an infinity."""
+    if rows.sum().isfinite():  # usually all values are finite, which this one cheap pass shows
         return rows.new_zeros(rows.shape[:-2], dtype=torch.bool)
     return ~rows.isfinite().flatten(-2).all(-1)
 
 
 def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
-    """Return the rows with zeros in the selected elements.
+    """Return the rows with zeros in the selected sets of rows.
 
-    NaN in one element would otherwise spread to others through batched operations.
+    NaN in one set would otherwise spread to the other sets through batched operations.
     """
     return rows.masked_fill(elements[..., None, None], 0.0) if elements.any() else rows
 
 
 def centered(rows: Rows, real: Real) -> Rows:
     """Return each prompt's rows minus their mean; equal rows become exactly 0."""
-    # Subtract the first row first: equal rows become zeros, whose mean is exact. The mean of equal rows may be rounded.
+    # Subtract the first row first: equal rows become zeros, whose mean is exactly 0. Their own mean may be rounded.
     shifted = rows - rows[..., :1, :]
     shifted = shifted.masked_fill(~real[..., None], 0.0)
     mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
@@ -99,9 +100,10 @@ def centered(rows: Rows, real: Real) -> Rows:
 
 
 def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
-    """Return rows of norm 1, and a mask of the real rows that have no direction; those become 0.
+    """Return the rows scaled to norm 1, and a mask of the real rows that have no direction.
 
-    After centering, a row that equals the mean up to rounding also has no direction.
+    A zero row has no direction and remains 0. With `after_centering`, a row of rounding size has none either, because
+    it was equal to the mean. It becomes 0.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1)
     floor = torch.zeros_like(norms[..., :1])
@@ -123,7 +125,11 @@ def wide_matrices(matrices: Tensor) -> Tensor:
 
 
 def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians with non-finite ones set to zero, and a mask of these; raise unless `undefined` is "nan"."""
+    """Return the Jacobians with non-finite ones set to zero, and a mask of the non-finite ones.
+
+    Raises:
+        ValueError: a Jacobian is not finite and `undefined` is not "nan".
+    """
     broken = ~jacobians.isfinite().all(-1).all(-1)
     if undefined != "nan" and broken.any():
         raise ValueError(f"expected finite Jacobians, got a non-finite one at index {broken.nonzero()[0].tolist()}")
@@ -132,7 +138,7 @@ def finite_matrices(jacobians: Tensor, undefined: str) -> tuple[Tensor, Tensor]:
 
 # Checks and scaling of the features that probes read, in chunks of rows.
 
-CHUNK = 2**21  # entries converted at once: 16 MB in float64
+CHUNK = 2**21  # largest number of entries that are converted at once: 16 MB in float64
 
 
 def check_features(features: Tensor, weight: Tensor) -> None:
@@ -144,9 +150,9 @@ def check_features(features: Tensor, weight: Tensor) -> None:
 
 
 def check_finite(features: Float[Tensor, "layers n dim"], first_layer: int = 0) -> None:
-    """Raise ValueError, naming the layer, if a feature is not finite."""
+    """Raise ValueError if a feature is not finite; the message numbers the layers from `first_layer`."""
     for chunk in _chunks(features):
-        if chunk.sum(dtype=torch.float64).isfinite():  # one cheap pass for the usual case
+        if chunk.sum(dtype=torch.float64).isfinite():  # usually all features are finite, which this cheap pass shows
             continue
         finite = chunk.isfinite().flatten(1).all(1)
         if not finite.all():

@@ -18,15 +18,15 @@ Schedule = tuple[Step, ...]
 
 
 def baseline(num_blocks: int) -> Schedule:
-    """Return every block once, in order."""
+    """Return the schedule that runs every block once, in order."""
     return tuple(range(1, num_blocks + 1))
 
 
 def middle(num_blocks: int, start: int) -> range:
-    """Return the M middle blocks N+2..T-N.
+    """Return the numbers of the middle blocks: N+2..T-N for T blocks and `start` = N.
 
     Raises:
-        ValueError: a start outside 0..(T-2)//2. A larger one would leave no middle.
+        ValueError: a start outside 0..(T-2)//2. A larger start would leave no middle.
     """
     if not 0 <= start <= (num_blocks - 2) // 2:
         raise ValueError(f"start: of {num_blocks} blocks expected 0..{(num_blocks - 2) // 2}, got {start}")
@@ -36,7 +36,8 @@ def middle(num_blocks: int, start: int) -> range:
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
     """Return the start that leaves `num_middle` blocks in the middle.
 
-    `num_middle` must be odd if T is even, and even if T is odd. `option` names the user's option in the error message.
+    `num_middle` must be odd if `num_blocks` is even, and even if `num_blocks` is odd. The error message calls the
+    number by the name `option`.
 
     Raises:
         ValueError: no start leaves that number of blocks.
@@ -49,12 +50,12 @@ def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
 
 
 def skip(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule without the middle."""
+    """Return the schedule that runs all blocks in order, without those of the middle."""
     return _spliced(num_blocks, start, ())
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule that runs block T//2 + 1 in place of each block of the middle."""
+    """Return the schedule that runs the central block `num_blocks // 2 + 1` in place of each block of the middle."""
     return _spliced(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
@@ -66,7 +67,7 @@ def reverse(num_blocks: int, start: int) -> Schedule:
 def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
     """Return the schedule with its middle shuffled by `random.Random(seed)`.
 
-    It may equal the baseline, and does if M = 1.
+    It may equal the baseline, and always does if the middle is a single block.
     """
     order = list(middle(num_blocks, start))
     _random.Random(seed).shuffle(order)
@@ -74,7 +75,7 @@ def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
 
 
 def parallel(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule whose middle blocks run on the same state and are averaged."""
+    """Return the schedule whose middle blocks all run on the same state and whose outputs are averaged."""
     return looped_parallel(num_blocks, start, loops=1)
 
 
@@ -90,12 +91,12 @@ def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
 
 
 def skip_one(num_blocks: int, block: int) -> Schedule:
-    """Return every block except one."""
+    """Return the schedule that runs every block once, in order, except `block`."""
     return tuple(number for number in baseline(num_blocks) if number != _checked_block(block, num_blocks))
 
 
 def switch(num_blocks: int, block: int) -> Schedule:
-    """Return the schedule in which a block and the next one swap positions."""
+    """Return the schedule in which `block` and the block after it swap positions."""
     if not 1 <= block < num_blocks:
         raise ValueError(f"block: expected 1..{num_blocks - 1}, which have a next one, got {block}")
     order = list(baseline(num_blocks))
@@ -104,7 +105,7 @@ def switch(num_blocks: int, block: int) -> Schedule:
 
 
 def repeat_one(num_blocks: int, block: int) -> Schedule:
-    """Return every block once, except one that runs twice in a row."""
+    """Return the schedule that runs every block once, in order, except `block`, which runs twice in a row."""
     order = list(baseline(num_blocks))
     order.insert(_checked_block(block, num_blocks), block)
     return tuple(order)
@@ -156,12 +157,15 @@ def format_schedule(schedule: Sequence[Step]) -> str:
 
 
 def kendall_distance(order: Sequence[int]) -> int:
-    """Return how many pairs are out of order: 0 for a sorted sequence, n (n - 1) / 2 for a reversed one."""
+    """Return how many pairs of the sequence are out of order.
+
+    0 for n numbers in ascending order, n (n - 1) / 2 in descending order.
+    """
     return sum(before > after for index, after in enumerate(order) for before in order[:index])
 
 
 def _spliced(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
-    """Return the schedule with these steps instead of the middle."""
+    """Return the schedule that runs `steps` in place of the middle."""
     changed = middle(num_blocks, start)
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
@@ -174,13 +178,14 @@ def _checked_block(number: int, num_blocks: int) -> int:
 
 # The variants of the block order that are compared.
 
-# From the most to the least harmful in the paper. Variants that change a single block follow below.
+# The functions that change the middle, from the most to the least harmful in the paper. The next line has those that
+# change single blocks.
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }
 _BLOCK_MAKERS = {make.__name__: make for make in (skip_one, switch, repeat_one)}
 MIDDLE_NAMES, BLOCK_NAMES = tuple(_MAKERS), tuple(_BLOCK_MAKERS)
-VARIANTS = ("baseline", *MIDDLE_NAMES, "skip_one", "switch")  # the published ones, measured by default
+VARIANTS = ("baseline", *MIDDLE_NAMES, "skip_one", "switch")  # the published variants, which are measured by default
 NAMES = ("baseline", *MIDDLE_NAMES, *BLOCK_NAMES)
 SEEDS, LOOPS = tuple(range(10)), (2, 3, 4, 5, 6, 7, 8)
 PUBLISHED_LOOPS = 3
@@ -193,16 +198,17 @@ class Variant:
 
     name: str
     schedule: Schedule
-    middle: int | None = None  # M, the number of blocks changed
+    middle: int | None = None  # the number of blocks in the middle
     loops: int | None = None  # for looped_parallel
     seed: int | None = None  # for random
-    block: int | None = None  # for skip_one and repeat_one; the first block for switch
+    block: int | None = None  # for skip_one and repeat_one; for switch, the first of the two blocks
 
     @property
     def tags(self) -> dict[str, str | int | float]:
-        """Tags of the variant's records; `block` is not a tag but the layer of the record.
+        """Tags of the records that are measured with this schedule.
 
-        The tag `schedule` spells out custom and random orders, which the other tags do not describe.
+        `block` is not a tag, because the record stores it as its layer. The tag `schedule` spells out custom and random
+        orders, which the other tags do not describe.
         """
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
@@ -229,19 +235,21 @@ def variants(
     loops: Sequence[int] = LOOPS,
     custom: Sequence[str] = (),
 ) -> list[Variant]:
-    """Return the variants of these names for every middle, number of loops, seed and block; the baseline comes first.
+    """Return the schedules of the named variants for every middle, number of loops, seed and block.
+
+    The baseline comes first, whether it is named or not.
 
     Args:
         num_blocks: Number of blocks of the model.
-        names: Some of `NAMES`.
-        middles: Numbers M of middle blocks; None for all possible ones.
+        names: Names of variants, from `NAMES`.
+        middles: Numbers of blocks in the middle; None for all possible numbers.
         seeds: Seeds of `random`.
         loops: Numbers of loops of `looped_parallel`; 1 gives the same schedule as `parallel`.
         custom: Further schedules, written as `1 2 (3,4,5) 6`.
 
     Raises:
-        ValueError: an unknown name, a number of middle blocks that no start leaves, fewer than one loop, or a text that
-            `parse_schedule` refuses.
+        ValueError: an unknown name, a number of middle blocks that is impossible in this model, fewer than one loop, or
+            a text that `parse_schedule` refuses.
     """
     for name in names:
         if name not in NAMES:
@@ -264,7 +272,10 @@ def variants(
 
 
 def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
-    """Return the variants of one name for one middle: one for each seed or number of loops that the name uses."""
+    """Return the schedules of one variant for one middle.
+
+    `random` has one for each seed and `looped_parallel` one for each number of loops. Every other variant has one.
+    """
     options: list[dict[str, int]] = [{}]
     if name == "random":
         options = [{"seed": seed} for seed in dict.fromkeys(seeds)]

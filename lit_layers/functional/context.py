@@ -1,8 +1,8 @@
 """Scores of attention patterns, and n-gram predictions from the last few tokens. All computed in float64.
 
 Weights are (*n, heads, queries, keys) of real tokens only: each row is a distribution over the keys. With causal
-attention the first token can attend only to itself, so its query enters no score. The score of `uniform_attention` is
-the chance level, to which each score should be compared.
+attention the first token can attend only to itself, so all scores leave out its query. Compare each score with its
+chance level, which is the score of `uniform_attention`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,10 @@ PerHead = Float[Tensor, "*n heads"]
 
 
 def uniform_attention(num_tokens: int, *, causal: bool) -> Float[Tensor, "1 tokens tokens"]:
-    """Return the weights of one head that attends equally to all tokens, or, if `causal`, to all up to the query."""
+    """Return the weights of one head whose queries attend equally to all tokens.
+
+    If `causal`, each query attends equally to all tokens up to and including itself.
+    """
     seen = torch.ones(1, num_tokens, num_tokens, dtype=torch.float64)
     seen = seen.tril() if causal else seen
     return seen / seen.sum(-1, keepdim=True)
@@ -114,8 +117,8 @@ Distribution = tuple[Tensor, Tensor]  # token ids (n,) and their shares (n,), wh
 class NgramTable:
     """Counts of each token after each context; a context is the `order - 1` tokens before it."""
 
-    num_ids: int  # above every token id
-    contexts: NDArray[np.int64]  # sorted, one code per context
+    num_ids: int  # larger than every token id
+    contexts: NDArray[np.int64]  # one integer (from `_codes`) per context, sorted
     starts: NDArray[np.int64]  # (contexts + 1,): index into `tokens` and `counts`
     tokens: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -131,12 +134,14 @@ class NgramTable:
 
 
 def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
-    """Count the n-grams of texts (tokens,), each within its text; `order` 1 means single tokens.
+    """Count the n-grams (runs of `order` tokens) of texts, each an array (tokens,).
+
+    No n-gram extends from one text into the next.
 
     Raises:
         ValueError: no text is long enough, or the order is not 1, 2 or 3.
     """
-    if order > 3:  # the code of three tokens with ids up to 2 million is below 2^63
+    if order > 3:  # codes must be below 2^63: with ids up to 2 million, those of three tokens are
         raise ValueError(f"expected an order from 1 to 3, got {order}")
     windows = [np.lib.stride_tricks.sliding_window_view(text, order) for text in texts if len(text) >= order]
     if not windows:
@@ -149,7 +154,7 @@ def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
 
 
 def _codes(ngrams: NDArray[np.int64], num_ids: int) -> NDArray[np.int64]:
-    """Return one integer for each n-gram (n, tokens)."""
+    """Return the codes (n,) of n-grams (n, tokens): each code is an integer that no other n-gram of its length has."""
     return ngrams @ num_ids ** np.arange(ngrams.shape[1] - 1, -1, -1, dtype=np.int64)
 
 
@@ -158,10 +163,10 @@ def ngram_divergence(
 ) -> Float[Tensor, "*n rows"]:
     """Return the Kullback-Leibler divergence KL(n-gram, prediction) of each row, in nats, in float64.
 
-    `distributions` has one n-gram distribution for each row. At least 0: 0 if both distributions are equal. NaN if the
-    corpus does not contain the context, for which the distribution is None.
+    `distributions` has one n-gram distribution for each row. It is None if the corpus does not contain the row's
+    context, and then the divergence is NaN. At least 0: 0 if prediction and n-gram distribution are equal.
 
-    Source: Belrose et al., arXiv 2402.04362; over training Chang and Michaelov et al., arXiv 2510.24963.
+    Source: Belrose et al., arXiv 2402.04362. Chang and Michaelov et al., arXiv 2510.24963, measure it over training.
     """
     log_proba = widened(log_proba)
     values = log_proba.new_full(log_proba.shape[:-1], torch.nan)

@@ -19,7 +19,7 @@ from lit_layers.functional.curves import bootstrap_interval, choice_distribution
 Values = Sequence[float] | NDArray[np.float64]
 Statistic = Callable[[NDArray[np.intp]], float]  # row indices -> statistic of these rows
 
-_RELATIVE = 1e-10  # share of a column's norm below which a residual is rounding
+_RELATIVE = 1e-10  # a residual below this share of its column's norm counts as rounding error
 
 
 class UndefinedError(ValueError):
@@ -101,7 +101,7 @@ def kendall(x: Values, y: Values) -> Correlation:
 
     Raises: as `pearson`.
     """
-    from scipy.stats import kendalltau  # a quarter of a second to import
+    from scipy.stats import kendalltau  # imported here, because the import takes a quarter of a second
 
     x, y = _varying_columns(x, y)
     result: Any = kendalltau(x, y)
@@ -116,7 +116,7 @@ def distance_correlation(x: Values, y: Values) -> float:
     Gaussian pairs. `distance_null` computes that value.
 
     Raises:
-        UndefinedError: fewer than 4 rows (two always give 1), or a constant column.
+        UndefinedError: fewer than 4 rows (two rows always give 1), or a constant column.
         ValueError: columns of unequal length, or a value that is not finite.
     """
     x, y = _varying_columns(x, y, fewest=4)
@@ -187,7 +187,7 @@ def bootstrap_rows(statistic: Statistic, n: int, *, resamples: int = 2000, seed:
     Resamples in which the statistic is undefined (for example, all rows equal) are left out and counted.
 
     Raises:
-        UndefinedError: undefined in at least half of the resamples.
+        UndefinedError: the statistic is undefined in at least half of the resamples.
     """
     rng = np.random.default_rng(seed)
     drawn = []
@@ -251,7 +251,7 @@ def _columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64]
 def _varying_columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     x, y = _columns(x, y, fewest)
     for name, column in (("x", x), ("y", y)):
-        _centered(name, column)  # raises if it is constant
+        _centered(name, column)  # raises UndefinedError if the column is constant
     return x, y
 
 
@@ -314,7 +314,8 @@ def _nonzero(name: str, rest: NDArray[np.float64], whole: NDArray[np.float64], o
     return rest
 
 
-# Choosing a layer without labels: how closely a metric follows task scores over layers, and the score at its extreme.
+# Choosing a layer without labels: how closely a metric follows task scores over layers, and how good the scores are at
+# the layer where the metric is smallest or largest.
 #
 # Tables are (tasks, layers), with the same tasks and layers for metric and score. Intervals are over tasks. Layers of
 # one model are not independent, so intervals or p-values over layers would be wrong.
@@ -326,9 +327,9 @@ Direction = Literal["min", "max"]
 FORMS: tuple[Form, ...] = ("per_task_mean", "of_task_means")
 COEFFICIENTS: tuple[Coefficient, ...] = ("distance_correlation", "spearman", "kendall")
 DIRECTIONS: tuple[Direction, ...] = ("min", "max")
-FEWEST_LAYERS = 4  # the distance correlation of two layers is always 1
-FEWEST_TASKS = 5  # resamples of fewer are mostly the same two or three tasks
-_CHUNK = 2**20  # entries of layer-by-layer tables: 8 MB
+FEWEST_LAYERS = 4  # fewest layers for a correlation over layers: for two layers the distance correlation is always 1
+FEWEST_TASKS = 5  # fewest tasks for an interval: resamples of fewer tasks are mostly the same two or three tasks
+_CHUNK = 2**20  # largest number of entries of layer-by-layer tables in memory at once: 8 MB
 
 
 class Estimate(NamedTuple):
@@ -340,7 +341,10 @@ class Estimate(NamedTuple):
 
 
 class LayerCorrelation(NamedTuple):
-    """A coefficient over layers; `undefined` holds the indices of tasks without one, which the mean leaves out."""
+    """A correlation coefficient over layers.
+
+    `undefined` holds the indices of the tasks that have no coefficient. The mean over tasks leaves them out.
+    """
 
     form: Form
     coefficient: Coefficient
@@ -350,9 +354,9 @@ class LayerCorrelation(NamedTuple):
 
 
 class Null(NamedTuple):
-    """Mean and 95th percentile (`_95`) of the distance correlation of unrelated curves over layers.
+    """Mean and 95th percentile (`_95`) of the distance correlation of two unrelated curves over layers.
 
-    `noise`: the values of a curve are independent. `walk`: a curve is a random walk over the layers.
+    For `noise`, the values of each curve are independent. For `walk`, each curve is a random walk over the layers.
     """
 
     noise: float
@@ -365,9 +369,10 @@ class Null(NamedTuple):
 class Selection:
     """Mean score over tasks at the layers that a rule chose, and at other layers for comparison.
 
-    `best` is the score at the single layer with the best mean over these tasks, `oracle` at the best layer of each
-    task. Both choices use the scores themselves. `best_share` is the share of resamples of tasks in which `best_layer`
-    is the best. `random` is the expected score if a layer is drawn uniformly for each task.
+    `best` is the score at `best_layer`, the single layer with the best mean over these tasks. `oracle` is the score if
+    the best layer of each task is taken. Both choices use the scores themselves. `best_share` is the share of resamples
+    of tasks in which `best_layer` is the best. `random` is the expected score if a layer is drawn uniformly for each
+    task.
     """
 
     chosen: tuple[int, ...]
@@ -386,12 +391,14 @@ class Selection:
 
 
 def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, seed: int = 0) -> list[LayerCorrelation]:
-    """Return distance correlation, Spearman's rho and Kendall's tau-b of a metric with scores, in both forms.
+    """Return three coefficients of the correlation of a metric with scores over layers, each in two forms.
 
-    `per_task_mean`: computed over the layers within each task, then averaged over tasks. A task with a constant curve
-    has no coefficient. The mean leaves it out, and `undefined` lists it. `of_task_means`: computed from the two curves
-    averaged over all tasks; absent if one of these is constant. All intervals of a form use the same resamples of
-    tasks.
+    The coefficients are distance correlation, Spearman's rho and Kendall's tau-b.
+
+    The form `per_task_mean` is computed over the layers within each task, then averaged over tasks. A task with a
+    constant curve has no coefficient. The mean leaves it out, and `undefined` lists it. The form `of_task_means` is
+    computed from the two curves averaged over all tasks. It is absent if one of these curves is constant. All intervals
+    of a form use the same resamples of tasks.
 
     Raises:
         UndefinedError: fewer than 4 layers, or a constant curve in every task.
@@ -412,7 +419,7 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
         return correlations
     whole, drawn = _coefficients(means[0][None], means[1][None])[0], None
     if len(metric) >= FEWEST_TASKS:
-        options = {"resamples": resamples, "seed": seed}  # the same seed draws the same rows
+        options = {"resamples": resamples, "seed": seed}  # the same seed draws the same tasks for metric and scores
         curves = [resampled_curves(torch.from_numpy(np.array(t.T)), **options).numpy() for t in (metric, scores)]
         valid = (np.ptp(curves[0], axis=1) > 0) & (np.ptp(curves[1], axis=1) > 0)
         drawn = _coefficients(curves[0][valid], curves[1][valid])
@@ -426,10 +433,10 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 
 @lru_cache(maxsize=64)
 def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int = 0) -> Null:
-    """Return the distance correlation of two unrelated curves over this many layers: Gaussian noise and random walks.
+    """Return the distance correlation of two unrelated curves over `num_layers` layers.
 
-    Neighbouring layers are similar, so real curves lie between the two, nearer to random walks. For 25 layers the means
-    are 0.34 and 0.54.
+    The curves are once Gaussian noise and once random walks. Neighbouring layers are similar, so real curves lie
+    between the two, nearer to random walks. For 25 layers the mean is 0.34 for noise and 0.54 for random walks.
 
     Raises:
         UndefinedError: fewer than 4 layers.
@@ -462,7 +469,7 @@ def selection(
 ) -> Selection:
     """Return the mean score at the layer of each task where a metric is extreme, and at other layers for comparison.
 
-    The columns begin with layer `first_layer`. Choose `direction` on other models, as `better_rule` does.
+    The first column is layer `first_layer`. Choose `direction` by `better_rule`, on models other than this one.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.
@@ -495,8 +502,8 @@ def selection(
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
     """Return the metric and direction whose extreme layers have the best mean score; the first if several tie.
 
-    Each model is a mapping from metrics to tables, with a table of scores of the same tasks. Only metrics that all
-    models have are compared. Scores are averaged over tasks, then over models, so that each model counts equally.
+    Each model is a pair: a mapping from metrics to tables, and a table of scores of the same tasks. Only metrics that
+    all models have are compared. Scores are averaged over tasks, then over models, so each model has the same weight.
     """
     names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)]
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]

@@ -24,14 +24,14 @@ def miscoupling(
     p: float = 2.0,
     sign: Sign = "signed",
 ) -> Float[Tensor, "*n"]:
-    """Return how far `j1` is from diagonal in the leading K singular bases of `j2`.
+    """Return how far the Jacobian `j1` is from diagonal in the bases of the K leading singular vectors of `j2`.
 
     `m = |U2' J1 V2 - diag(s1)|_F / |s1|_p`, where U2 and V2 are the first K singular vectors of `j2` and s1 are the
     first K singular values of `j1`. Coupling is 1 - m.
 
-    At p = 2 the range is [0, 2]: 0 if both blocks share the K directions, about 1 for unrelated blocks. With
-    `sign="absolute"` the range is [0, sqrt(2)]. That form takes the absolute values of the entries, so it also calls
-    blocks of opposite sign coupled.
+    With the 2-norm in the denominator (`p=2`) the range is [0, 2]: 0 if both blocks share the K directions, about 1 for
+    unrelated blocks. With `sign="absolute"` the range is [0, sqrt(2)]. That form takes the absolute values of the
+    entries of U2' J1 V2, so it also calls blocks of opposite sign coupled.
 
     Not symmetric in its arguments. Unchanged by common rotations, by common transposition and by positive scaling of
     either matrix. Ill-posed if `j2` has ties among its first K + 1 singular values (see `min_gap`). Values at `p=1`
@@ -67,9 +67,9 @@ def miscoupling_matrix(
 ) -> Tensor:
     """Return `miscoupling` of each block (row) in the bases of each of `others` (column), `(*n, blocks, others)`.
 
-    `others` are the same blocks by default. A sequence of `k` adds a leading dimension. One matrix product serves all
-    its values. With `undefined="nan"`, rows of zero matrices are NaN, and so are rows and columns of non-finite
-    matrices.
+    `others` are the same blocks by default. If `k` is a sequence, the result has a leading dimension for its values,
+    which take one matrix product together. With `undefined="nan"`, rows of zero matrices are NaN, and so are rows and
+    columns of non-finite matrices.
 
     Raises:
         ValueError: as `miscoupling`; the message names the first undefined block.
@@ -124,7 +124,10 @@ def miscoupling_of_factors(
 
 
 def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
-    """Return |A - diag(s)|_F of one block for each K, (k, *n, others)."""
+    """Return the numerator |A - diag(s)|_F of `miscoupling` for one block and each number K of directions.
+
+    A = U2' J1 V2 is `compressed`, s are the singular values `values` of J1. Shape (k, *n, others).
+    """
     # The "absolute" form hides the sign of the coupling: J2 = -J1 has A = -diag(s), m = 2 signed, but 0 absolute.
     compared = compressed.abs() if sign == "absolute" else compressed
     values = values[..., None, : max(counts)].to(compared.dtype)
@@ -161,8 +164,8 @@ def num_directions(k: Directions, dim: int) -> int:
 def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]:
     """Return the smallest difference of neighbours among the first k + 1 singular values, divided by the largest value.
 
-    0 means a tie. Below 1e-4 the singular bases are poorly determined, and so is `miscoupling`. Values after the last
-    one in `values` count as 0, so pass k + 1 values or all of them.
+    0 means a tie. Below 1e-4 the singular bases are poorly determined, and so is `miscoupling`. The value after the
+    last one in `values` is taken as 0, so pass at least k + 1 values, or all of them.
     """
     # The K leading vectors need a gap to the vector after them, so the difference of values K and K + 1 also counts.
     padded = torch.nn.functional.pad(values, (0, 1))
@@ -180,9 +183,9 @@ def random_miscoupling(
 ) -> Float[Tensor, "*n"]:
     """Return the miscoupling that unrelated singular bases would give: the baseline of `miscoupling`.
 
-    This is the root mean square over independent Haar-distributed bases of J2, in closed form. For "signed" at p = 2 it
-    is above 1, and sqrt(2) for K = dim. For "absolute" the closed form assumes normal matrix entries. Its error is
-    below 0.004 for dim >= 48.
+    This is the root mean square of the miscoupling over independent Haar-distributed bases of J2, in closed form. With
+    `sign="signed"` and `p=2` it is above 1, and sqrt(2) if all directions are used (K = dim). With `sign="absolute"`
+    the closed form assumes normal matrix entries. Its error is below 0.004 for dim >= 48.
 
     Args:
         spectrum: All singular values of J1.
@@ -225,25 +228,27 @@ def random_miscoupling_from_norms(
 def excess_coupling(
     miscouplings: Float[Tensor, "*n blocks others"], random: Float[Tensor, "*n blocks"]
 ) -> Float[Tensor, "*n blocks others"]:
-    """Return `1 - m / m_random` for each pair of blocks, where m_random is the baseline for the spectrum of J1.
+    """Return `1 - m / m_random` for each pair of blocks: the coupling in excess of unrelated bases.
 
-    About 0 for random bases, 1 for shared bases. Does not depend on p.
+    m is the `miscoupling` of the pair, and m_random (`random_miscoupling`) is the value for unrelated bases. About 0
+    for unrelated bases, 1 for shared bases. Does not depend on the order p of the norm in `miscoupling`.
     """
-    # |s1|_p divides both m and m_random, so it cancels: values of models of different widths can be compared.
+    # The norm |s1|_p of the singular values divides both m and m_random, so it cancels. Models of different widths can
+    # therefore be compared.
     return 1 - miscouplings / random[..., None]
 
 
 def mean_off_diagonal(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n"]:
-    """Return the mean over the ordered pairs of different blocks, without NaN pairs."""
+    """Return the mean over the ordered pairs of different blocks; pairs that are NaN are left out."""
     # m(J, J) = 0, so a mean with the diagonal would give even uncoupled blocks a coupling of 1 / blocks.
     diagonal = torch.eye(pairs.shape[-1], dtype=torch.bool, device=pairs.device)
     return pairs.masked_fill(diagonal, math.nan).nanmean((-2, -1))
 
 
 def mean_by_distance(pairs: Float[Tensor, "*n blocks blocks"]) -> Float[Tensor, "*n blocks"]:
-    """Return the mean over the ordered pairs of blocks at each distance |i - j| = 0, 1, .. blocks - 1.
+    """Return the mean over the ordered pairs (i, j) of blocks at each distance |i - j| = 0, 1, .. blocks - 1.
 
-    NaN pairs are left out.
+    Pairs that are NaN are left out.
     """
     blocks = pairs.shape[-1]
     depth = torch.arange(blocks, device=pairs.device)
@@ -259,7 +264,10 @@ def _counts(k: Directions | Sequence[Directions], dim: int) -> list[int]:
 
 
 class JacobianSpectrum(NamedTuple):
-    """Leading singular values of each block, and the least-squares line of 1 / s_1 against the block number."""
+    """Leading singular values of each block's Jacobian, and a least-squares line over the block number.
+
+    The line is fitted to 1 / s_1, the inverse of the largest singular value.
+    """
 
     values: Tensor
     slope: Tensor
@@ -268,7 +276,7 @@ class JacobianSpectrum(NamedTuple):
 
 
 class Influence(NamedTuple):
-    """Two norms and two ranks of a Jacobian."""
+    """Two norms and two ranks of a Jacobian; see `cross_token_influence`."""
 
     frobenius: Tensor
     spectral: Tensor
@@ -283,9 +291,10 @@ def jacobian_spectrum(
     fit_from: int = 1,
     undefined: Undefined = "raise",
 ) -> JacobianSpectrum:
-    """Return the leading `top` singular values of each block, and the least-squares line of 1 / s_1 against depth.
+    """Return the `top` largest singular values of each block, and the least-squares line of 1 / s_1 against depth.
 
-    Depth is the number of the block. Unchanged by rotations. `r_squared` is 1 if 1 / s_1 is linear in depth.
+    s_1 is the largest singular value of a block, and depth is the number of the block. Unchanged by rotations.
+    `r_squared` is 1 if 1 / s_1 is linear in depth.
 
     Args:
         jacobians: One Jacobian for each block.
@@ -307,7 +316,10 @@ def jacobian_spectrum(
 def inverse_norm_line(
     largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slope, intercept and r_squared of 1 / s_1 over the blocks `fit_from`..L, counted from 1."""
+    """Return slope, intercept and r_squared of the line through 1 / `largest` over the number of the block.
+
+    The fit begins at block `fit_from`, counted from 1, and ends at the last block.
+    """
     blocks = largest.shape[-1]
     if fit_from < 1 or blocks - fit_from + 1 < 3:
         raise ValueError(f"expected at least three blocks to fit a line to, got blocks {fit_from} to {blocks}")
@@ -374,7 +386,7 @@ def linearized_rollout(
 
 
 def cross_token_influence(jacobians: Float[Tensor, "*n dim dim"], *, undefined: Undefined = "raise") -> Influence:
-    """Return sizes and ranks of Jacobians between tokens.
+    """Return the sizes (norms) and ranks of Jacobians of one token's output with respect to another token's input.
 
     With the singular values s: Frobenius norm |J|_F, spectral norm s_1, participation ratio (sum s)^2 / sum s^2, and
     entropy rank exp(-sum q log q) with q = s / sum s. `1 <= participation_ratio <= entropy_rank <= dim`. For a partial

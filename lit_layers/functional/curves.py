@@ -19,8 +19,8 @@ from lit_layers.functional._checks import Undefined, check_option, checked, wide
 
 Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"]
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
-DRAWN_AT_ONCE = 2**20  # most row indices drawn at once: 8 MB
-_CACHED = 2**23  # most counts in a cached tensor: 2,000 resamples of 4,194 rows, 17 MB in int16
+DRAWN_AT_ONCE = 2**20  # largest number of row indices drawn at once: 8 MB
+_CACHED = 2**23  # largest number of counts in a cached tensor: 2,000 resamples of 4,194 rows, 17 MB in int16
 ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles of a 95% interval
 SLACK = 1e-12  # share of the largest score: in float64, 0.84 - 0.80 is slightly more than 0.04
 
@@ -36,11 +36,11 @@ def choose_layer(
 
     With scores s_1..s_L, where losses (`higher_is_better=False`) are negated first:
 
-    - within_tolerance: the first with s_l >= s_L - tolerance.
-    - fraction_of_last: the first with s_l >= (1 - tolerance) s_L; for positive scores where higher is better.
-    - plateau: the first after which no single step gains more than `tolerance`.
-    - knee: where s_l is farthest above the line from the first to the last point.
-    - best: the largest.
+    - within_tolerance: the first layer l with s_l >= s_L - tolerance.
+    - fraction_of_last: the first layer with s_l >= (1 - tolerance) s_L, for positive scores where higher is better.
+    - plateau: the first layer after which no step to the next layer gains more than `tolerance`.
+    - knee: the layer where s_l is farthest above the straight line from the first to the last point.
+    - best: the layer with the largest s_l.
 
     A constant curve gives the first layer under every rule. Choose on validation scores, report test scores.
 
@@ -75,8 +75,8 @@ def resampled_curves(
 ) -> Float[Tensor, "resamples layers"]:
     """Return curves of the mean score of each layer over resampled test rows, the same rows for all layers.
 
-    In float64. A seed draws the same rows as in `bootstrap_interval`. 2,000 resamples of 10,000 rows and 25 layers take
-    a second.
+    In float64. The same seed draws the same rows as in `bootstrap_interval`. 2,000 resamples of 10,000 rows and 25
+    layers take a second.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -195,7 +195,7 @@ PerCurve = Float[Tensor, "*n"]
 
 @dataclass(frozen=True, eq=False)
 class ExponentialLaw:
-    """The line through log10 of a curve; see `exponential_law`."""
+    """The least-squares line through log10 of a curve; see `exponential_law`."""
 
     rho: PerCurve
     slope: PerCurve
@@ -205,12 +205,13 @@ class ExponentialLaw:
 
 
 def exponential_law(residuals: Float[Tensor, "*n layers"], *, undefined: Undefined = "raise") -> ExponentialLaw:
-    """Fit PR_l = rho^(l - 1) PR_1, by least squares of log10 PR_l on l - 1 over layers 1..L (no embedding), in float64.
+    """Fit a geometric series to a curve over layers: PR_l = rho^(l - 1) PR_1, with PR_l the residual of layer l.
 
-    `rho` = 10^slope is the factor by which the residual changes per block; below 1 it shrinks. `pearson`, in [-1, 1],
-    is the correlation of log10 PR with depth: -1 for an exact falling geometric series. `r_squared` is its square: 1 if
-    the law holds exactly. Both are NaN for a constant curve, whose rho is 1. Scaling the curve changes only the
-    intercept.
+    The fit is the least-squares line of log10 PR_l against l - 1 over the layers 1..L, without the embedding, in
+    float64. `rho` = 10^slope is the factor by which the residual changes per block; below 1 the residual shrinks.
+    `pearson`, in [-1, 1], is the correlation of log10 PR_l with depth: -1 for an exact falling geometric series.
+    `r_squared` is its square: 1 for an exact geometric series. Both are NaN for a constant curve, whose rho is 1.
+    Scaling the curve changes only the intercept.
 
     Source: He & Su, arXiv 2408.13442.
 
@@ -272,11 +273,12 @@ def monotonicity_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[Monotonicity, Monotonicity]:
-    """Return the 95% bootstrap interval, low and high, of each number of `monotonicity` of the layers' mean row scores.
+    """Return the low and the high ends of the 95% bootstrap intervals of all numbers of `monotonicity`.
 
-    Test rows are resampled for all layers together. Layers are not resampled. A resample whose curve is constant has no
-    rank correlation. The interval of `spearman` leaves it out, and is NaN if no resample remains. With few rows,
-    resampled curves are rougher than the original curve, so an interval may not contain the original value.
+    The curve is the mean row score of each layer. Test rows are resampled for all layers together, and layers are not
+    resampled. A resample whose curve is constant has no rank correlation. The interval of `spearman` leaves it out, and
+    is NaN if no resample remains. With few rows, resampled curves are rougher than the original curve, so an interval
+    may not contain the original value.
 
     Raises:
         ValueError: fewer than 2 rows, a score that is not finite.
@@ -316,7 +318,7 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
-    """Return the percentile bootstrap interval, low and high, of the mean (or median) over the first dimension.
+    """Return the low and the high end of the percentile bootstrap interval of the mean (or median) over prompts.
 
     Two calls with the same seed and number of prompts draw the same prompts, so intervals are paired over layers and
     steps. All resampled means come from one matrix product: counts (resamples, prompts) times values.
@@ -365,9 +367,9 @@ def macro_f1_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval over rows, low and high, of `macro_f1`.
+    """Return the percentile bootstrap interval of `macro_f1` over rows: its low and its high end.
 
-    A seed draws the same rows as in `bootstrap_interval`. 10,000 rows of 77 classes take a few seconds.
+    The same seed draws the same rows as in `bootstrap_interval`. 10,000 rows of 77 classes take a few seconds.
     """
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
