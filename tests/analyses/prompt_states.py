@@ -1,4 +1,4 @@
-"""Hidden states of single prompts without padding, caught by hooks: an independent look at what analyses measure."""
+"""Hidden states of single prompts without padding, captured by hooks as a reference for analyses."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ BATCHES = [
 
 
 def prompts_of(batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Token ids of each prompt without padding."""
+    """Return the token ids of each prompt without padding."""
     found = []
     for batch in batches:
         masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
@@ -23,23 +23,23 @@ def prompts_of(batches: list[dict[str, Tensor]]) -> list[Tensor]:
 
 
 def states_of_each_prompt(model: nn.Module, batches: list[dict[str, Tensor]], *, final_norm=False) -> list[np.ndarray]:
-    """One array (layers + 1, real tokens, dim) for each prompt, which a GPT-2 model sees alone; in float64."""
+    """Return a float64 array (layers + 1, real tokens, dim) per prompt, from separate calls of a GPT-2 model."""
     return [_states(model, ids[None], final_norm) for ids in prompts_of(batches)]
 
 
 def _states(model: nn.Module, ids: Tensor, final_norm: bool) -> np.ndarray:
-    caught = []
+    captured = []
     blocks = model.transformer.h
-    handles = [blocks[0].register_forward_pre_hook(lambda module, args: caught.append(args[0]))]
+    handles = [blocks[0].register_forward_pre_hook(lambda module, args: captured.append(args[0]))]
     for block in blocks:
-        handles.append(block.register_forward_hook(lambda module, args, out: caught.append(first(out))))
+        handles.append(block.register_forward_hook(lambda module, args, out: captured.append(first(out))))
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
         for handle in handles:
             handle.remove()
         if final_norm:
-            caught[-1] = model.transformer.ln_f(caught[-1])
-    return np.stack([state[0].double().numpy() for state in caught])
+            captured[-1] = model.transformer.ln_f(captured[-1])
+    return np.stack([state[0].double().numpy() for state in captured])
 
 
 def first(output):

@@ -1,4 +1,4 @@
-"""Attentive probes of layers: their scores are those of the probe fitted to the states of the model."""
+"""Attentive probes of layers against probes fitted to the states of the model."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.support.tiny_models import tiny
 
 def rows(number: int, seed: int, tokens: int = 9) -> Listed:
     ids = torch.randint(3, 60, (number, tokens), generator=torch.Generator().manual_seed(seed))
-    labels = (ids == 5).any(-1).long()  # somewhere in the text
+    labels = (ids == 5).any(-1).long()  # class 1 has token 5 somewhere
     labels[:2] = torch.tensor([0, 1])
     half = number // 2
     return Listed(
@@ -27,7 +27,7 @@ def probe(**options) -> AttentiveProbe:
     return AttentiveProbe(**(fixed | options))
 
 
-def test_scores_of_a_layer_are_those_of_the_function_on_its_states():
+def test_scores_of_a_layer_equal_those_of_the_function_on_its_states():
     view = LayeredModel(tiny("gpt2", torch.float64))
     records = {(r.metric, r.layer): r for r in records_of(probe(), view) if not r.tags.get("reference")}
     for layer in range(view.num_layers + 1):
@@ -46,7 +46,7 @@ def test_scores_of_a_layer_are_those_of_the_function_on_its_states():
         assert records["accuracy", layer].low < records["accuracy", layer].value < records["accuracy", layer].high
 
 
-def test_what_the_class_frequencies_give_is_as_of_the_label_probe():
+def test_references_equal_those_of_the_label_probe():
     view = LayeredModel(tiny("gpt2"))
     mine = [r for r in records_of(probe(), view) if r.tags.get("reference")]
     linear = LabelProbe(train=rows(40, 1), test=rows(20, 2), tolerance=1e-2)

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from lit_layers.analyses.depth_coupling import CouplingMatrices
-from tests.analyses.whole_jacobians import whole_jacobians, without_block_2
+from tests.analyses.whole_jacobians import copy_without_block_2, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import DIM, tiny, tiny_batch
 
 
-def found(model, *batches, **options):
-    """(layer, other_layer, prompt) -> matrix."""
+def run(model, *batches, **options):
+    """Return the matrices by (layer, other_layer, prompt)."""
     matrices = {}
     for record in records_of(CouplingMatrices(batches=Listed(*batches), **options), model):
         tags = dict(record.tags)
@@ -34,7 +34,7 @@ def model():
 
 def test_each_matrix_is_the_first_jacobian_in_the_bases_of_the_second(model):
     batch = tiny_batch("gpt2", batch=2, tokens=6, padding="right")  # 6 and 4 real tokens
-    matrices = found(model, batch, pairs=[(1, 3), (3, 1), (2, 2)], k=5, num_prompts=2)
+    matrices = run(model, batch, pairs=[(1, 3), (3, 1), (2, 2)], k=5, num_prompts=2)
     assert len(matrices) == 6
     for prompt, tokens in ((1, 6), (2, 4)):
         ids = batch["input_ids"][prompt - 1, :tokens][None]
@@ -51,8 +51,8 @@ def test_each_matrix_is_the_first_jacobian_in_the_bases_of_the_second(model):
 
 
 def test_a_dead_block_has_no_matrix(model):
-    model = without_block_2(model)
+    model = copy_without_block_2(model)
     batch = tiny_batch("gpt2", batch=1, tokens=6)
-    assert found(model, batch, pairs=[(1, 2), (2, 3), (1, 3)], k=3).keys() == {(1, 3, 1)}
+    assert run(model, batch, pairs=[(1, 2), (2, 3), (1, 3)], k=3).keys() == {(1, 3, 1)}
     with pytest.raises(ValueError, match="coupling_matrices is undefined for every prompt"):
-        found(model, batch, pairs=[(1, 2)], k=3)
+        run(model, batch, pairs=[(1, 2)], k=3)

@@ -1,4 +1,4 @@
-"""Concept alignment of a model's own states of single words, pair by pair and layer by layer."""
+"""Concept alignment against states of single words in the running model, pair by pair."""
 
 import itertools
 import math
@@ -60,12 +60,12 @@ def mean_cosine(deltas, metric):
 
 
 def expected_of(first, second, metric, shuffles, seed):
-    """The four numbers of one category at one layer, from the two words' states (pairs, dim)."""
+    """Return the four metrics of one category at one layer, from the states (pairs, dim) of both words."""
     if len(first) < 3:
         return [None] * 4
     deltas, size = second - first, len(first)
     rest = [np.sum(deltas, 0) - delta for delta in deltas]
-    # before - after and after - before: the others of a third pair cancel
+    # before - after and after - before cancel in the leave-one-out mean of a third pair
     others = [cosine(*pair, metric) for pair in zip(deltas, rest, strict=True)] if np.all(np.any(rest, 1)) else [None]
     shuffled = []
     for order in _derangements(size, shuffles, seed):
@@ -75,12 +75,12 @@ def expected_of(first, second, metric, shuffles, seed):
     return mean, None if None in others else np.mean(others), np.mean(shuffled), mean - np.mean(shuffled)
 
 
-def test_every_record_is_that_of_the_words_alone_in_the_running_model(words):
+def test_every_record_equals_that_of_single_words_in_the_running_model(words):
     model = text_model("gpt2")
     records = run(model, words, shuffles=3, seed=4)
     metric = np.eye(model.config.n_embd)
     tokens = [torch.tensor([word.ids]) for word in words.words()]
-    states = states_of_each_prompt(model, [{"input_ids": ids} for ids in tokens])  # every word alone
+    states = states_of_each_prompt(model, [{"input_ids": ids} for ids in tokens])  # one word per prompt
     undefined = 0
     for category in words.category_pairs():
         for layer in range(LAYERS + 1):
@@ -88,7 +88,7 @@ def test_every_record_is_that_of_the_words_alone_in_the_running_model(words):
                 np.stack([states[row][layer, -1] for row in side.tolist()])
                 for side in (category.first, category.second)
             )
-            kept = (first != second).any(1)  # at layer 0, words that end in one token at one place are one point
+            kept = (first != second).any(1)  # states are equal at layer 0 if token and position are
             assert kept.all() or not layer
             expected = expected_of(first[kept], second[kept], metric, 3, 4)
             counts = {"num_dropped": int(category.id == "I01"), "num_undefined": int((~kept).sum())}
@@ -103,10 +103,10 @@ def test_every_record_is_that_of_the_words_alone_in_the_running_model(words):
                 assert record.n == kept.sum()
                 assert record.tags == tags | {name: count for name, count in counts.items() if count}
     assert len(records) == 4 * (LAYERS + 1) * 4 - undefined  # three categories and their mean
-    assert undefined == 4  # of D01 at layer 0, where one pair is left
+    assert undefined == 4  # the metrics of D01 at layer 0, where one pair remains
 
 
-def test_the_mean_over_categories_has_an_interval_over_them(words):
+def test_the_mean_over_categories_has_an_interval_over_categories(words):
     records = run(text_model("gpt2"), words)
     for metric in METRICS:
         values = torch.tensor([records[metric, 2, id_].value for id_ in ("I01", "D01", "L10")], dtype=torch.float64)
@@ -118,8 +118,8 @@ def test_the_mean_over_categories_has_an_interval_over_them(words):
         assert record.tags == {}
 
 
-def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs():
-    """Over fresh draws of pairs the mean cosine varies as its standard error says; half of that would be too little."""
+def test_the_error_of_one_category_is_the_spread_over_new_samples_of_pairs():
+    """Compare the standard error with the spread of mean cosines over new draws of pairs."""
     from lit_layers.functional.geometry import concept_alignment
 
     generator = torch.Generator().manual_seed(0)
@@ -131,16 +131,16 @@ def test_the_interval_of_one_category_has_the_spread_of_other_samples_of_pairs()
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_batches_words_stand_in_change_nothing_in_any_family(words, name):
+def test_the_batch_size_of_words_changes_nothing_in_any_family(words, name):
     model = text_model(name)
-    alone = WordPairs(words.source, words.tokenizer, batch_size=1)
-    one, other = run(model, words), run(model, alone)
+    single = WordPairs(words.source, words.tokenizer, batch_size=1)
+    one, other = run(model, words), run(model, single)
     assert list(one) == list(other)
     np.testing.assert_allclose(
         [record.value for record in one.values()], [record.value for record in other.values()], atol=1e-6
     )
 
 
-def test_one_relation_alone_has_no_mean_over_categories(words):
+def test_a_single_category_has_no_mean_over_categories(words):
     only = WordPairs(words.source, words.tokenizer, categories=("L10",))
     assert {key[2] for key in run(text_model("gpt2"), only)} == {"L10"}

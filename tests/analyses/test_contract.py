@@ -1,8 +1,7 @@
-"""What every analysis owes, whatever it measures: one case each, on one model of texts and one of images.
+"""The contract of every analysis, with one case each, on a model of texts or of images.
 
-What its numbers must be is tested in the file of each analysis. Here they are compared with those of runs in which less
-is asked for or nothing is broken: of one analysis alone, of one process, of the data without the broken prompt, of the
-model cut off before the broken block.
+The file of each analysis tests its numbers. Here they are compared with the numbers of other runs: of only this
+analysis, of one process, of the data without the broken prompt, and of the model cut off before the broken block.
 """
 
 import copy
@@ -44,8 +43,8 @@ from tests.support.thread_ranks import outcomes_on_ranks
 from tests.support.tiny_models import tiny
 
 BLOCKS, BROKEN = 4, 3  # layers 0 to 2 are healthy
-STRANGE = "§" * 6  # of tokens that no other text has
-# A second or more each.
+STRANGE = "§" * 6  # made of tokens that no other text has
+# Analyses that take a second or more.
 LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe", "TokenCoupling", "CrossTokenInfluence")
 LONG += ("AttentionPatterns", "CouplingMatrices", "Representation", "StateGeometry", "OrderStates", "SampleSizeSweep")
 LONG += ("Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
@@ -54,38 +53,38 @@ KINDS = [
     for name in sorted(each.__name__ for each in every_analysis.analysis_classes())
 ]
 
-# What compares with the last layer.
-OF_THE_LAST = ("kl_to_final",)
-# What is a matter of tokens or of labels.
-NOT_OF_LAYERS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "coverage")
-# What a mean over other blocks would pass for.
-OF_ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
-OF_ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
-# The plane is that of the last layer, and an order is one of all blocks, or of all but some.
-OF_THE_WHOLE = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
+# Metrics that compare with the last layer.
+LAST_LAYER = ("kl_to_final",)
+# Metrics of tokens or labels, which do not depend on layers.
+LAYERLESS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "coverage")
+# Metrics over all blocks, for which a mean over only some blocks would be wrong.
+ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
+ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
+# Analyses of the whole model: the plane is that of the last layer, and orders have all or most blocks.
+WHOLE_MODEL = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
 UNDEFINED = "num_undefined"
-OF_THE_SAME_PROMPTS = (analyses.LayerSimilarity, analyses.LabelProbe, analyses.AttentiveProbe, analyses.Probe)
-# Their texts are drawn, or are the task's own: no broken one can be given.
+SAME_PROMPTS = (analyses.LayerSimilarity, analyses.LabelProbe, analyses.AttentiveProbe, analyses.Probe)
+# Their texts are drawn or belong to the task, so no broken text can be added.
 OWN_TEXTS = ("Induction", "MtebTask")
 
 
 class World(NamedTuple):
-    """A model, the analyses that it is measured with, and what those find in one pass that were asked for."""
+    """A model, its analyses, and the records of those that have run together."""
 
     model: nn.Module
     analyses: list[Analysis]
-    beside: dict[str, list[Record]]
+    together: dict[str, list[Record]]
 
-    def found(self, kind: str) -> list[tuple[Analysis, list[Record]]]:
-        """The analyses of a class, and what each finds beside all others, or beside all others that take long."""
+    def records_of_kind(self, kind: str) -> list[tuple[Analysis, list[Record]]]:
+        """Return the analyses of a class and their records, from one pass of all fast or of all slow analyses."""
         wanted = [each for each in self.analyses if type(each).__name__ == kind]
-        if any(each.name not in self.beside for each in wanted):
-            alike = [each for each in self.analyses if (type(each).__name__ in LONG) == (kind in LONG)]
-            found = [*outcomes(self.model, alike, weights_hash="x")]
+        if any(each.name not in self.together for each in wanted):
+            same_speed = [each for each in self.analyses if (type(each).__name__ in LONG) == (kind in LONG)]
+            found = [*outcomes(self.model, same_speed, weights_hash="x")]
             assert [each.error for each in found] == [None] * len(found)
-            assert [each.analysis.name for each in found] == [each.name for each in alike]
-            self.beside.update((each.analysis.name, each.records) for each in found)
-        return [(each, self.beside[each.name]) for each in wanted]
+            assert [each.analysis.name for each in found] == [each.name for each in same_speed]
+            self.together.update((each.analysis.name, each.records) for each in found)
+        return [(each, self.together[each.name]) for each in wanted]
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +94,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(folder) -> list[World]:
-    """Both models are in training mode, with dropout or drop-path: what is measured is measured in evaluation mode."""
+    """Return both models in training mode with dropout or drop-path, because analyses must use evaluation mode."""
     texts = World(text_model().train(), text_analyses(folder), {})
     return [texts, World(distilled(), every_analysis.image_analyses(), {})]
 
 
 def text_model(num_layers: int = BLOCKS) -> Any:
-    """The first blocks of a GPT-2 whose head is not its embedding."""
+    """Return the first blocks of a GPT-2 with an untied head."""
     options = {"vocab_size": every_analysis.VOCABULARY, "n_layer": BLOCKS, "tie_word_embeddings": False}
     model: Any = tiny("gpt2", torch.float64, **options)
     model.transformer.h = model.transformer.h[:num_layers]
@@ -110,35 +109,35 @@ def text_model(num_layers: int = BLOCKS) -> Any:
 
 
 def text_analyses(folder: Path, name: str = "results") -> list[Analysis]:
-    """The analyses of text; scores of MTEB are kept in a folder of this name."""
+    """Return the analyses of text, with MTEB scores in the folder `name`."""
     found = every_analysis.text_analyses(folder)
     return [dataclasses.replace(a, results=folder / name) if isinstance(a, MtebTask) else a for a in found]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_analysis_keeps_the_contract(worlds, folder, kind):
-    given = [(world, *found) for world in worlds for found in world.found(kind)]
+    given = [(world, *found) for world in worlds for found in world.records_of_kind(kind)]
     assert given, "add it to tests/support/every_analysis.py"
-    for world, analysis, beside in given:
+    for world, analysis, together in given:
         before = state_of(world.model)
         analysis.check(LayeredModel(world.model))
-        alone = records_of(analysis, world.model)
+        single = records_of(analysis, world.model)
         assert state_of(world.model) == before, "the model, its gradients and modes or a random generator changed"
-        every_record_has_a_row(alone)
-        assert text_of(alone) == text_of(beside), "another number beside other analyses"
+        check_rows(single)
+        assert text_of(single) == text_of(together), "the numbers depend on other analyses"
         if world is worlds[0]:
             (shared,), _ = outcomes_on_ranks(world.model, [analysis], 2)
             assert shared.error is None
-            assert text_of(shared.records) == text_of(alone), "two ranks found something else"
+            assert text_of(shared.records) == text_of(single), "two ranks found something else"
             if kind not in OWN_TEXTS:
-                a_broken_prompt_is_left_out_and_counted(analysis, alone, folder)
+                check_a_broken_prompt_is_left_out(analysis, single, folder)
             if any(isinstance(value, Listed) for value in vars(analysis).values()):
-                padding_changes_nothing(analysis, alone, world.model)
-                of_broken_prompts_nothing_is_found(analysis, folder)
-        refuses_what_it_cannot_measure(analysis, world.model)
+                check_padding(analysis, single, world.model)
+                check_broken_prompts_give_no_value(analysis, folder)
+        check_refusals(analysis, world.model)
 
 
-# What sends states to other processes, by the module that says how much of them.
+# Analyses that send states to other processes, with the module that limits their size.
 SENDS = {"Invariance": changed_texts, "NextTokenResidual": next_token_residual}
 SENDS |= {"Probe": task_probes, "SampleSizeSweep": task_probes}
 
@@ -146,17 +145,17 @@ SENDS |= {"Probe": task_probes, "SampleSizeSweep": task_probes}
 @pytest.mark.parametrize(
     "kind", [pytest.param(name, marks=[pytest.mark.soak] * (name != "Invariance")) for name in SENDS]
 )
-def test_states_that_are_too_large_to_be_sent_are_computed_by_each_process(worlds, kind, monkeypatch):
+def test_states_too_large_to_send_are_computed_by_each_process(worlds, kind, monkeypatch):
     (analysis,) = (each for each in worlds[0].analyses if type(each).__name__ == kind)
     view = LayeredModel(worlds[0].model)
     expected = records_of(analysis, view)
     monkeypatch.setattr(SENDS[kind], "MAX_SENT", 0)
     assert analysis.reads(view) == {}
-    are_the_same_to_rounding(analysis, expected, records_of(analysis, view))
+    check_equal_to_rounding(analysis, expected, records_of(analysis, view))
 
 
 def text_of(records: list[Record]) -> list[str]:
-    """NaN is not equal to itself, its text is."""
+    """Return the text of each record, which is equal also if it has NaN."""
     return [repr(record) for record in records]
 
 
@@ -167,7 +166,7 @@ def state_of(model: nn.Module) -> tuple:
     return weights_hash(model), modes, gradients, drawn
 
 
-def every_record_has_a_row(records: Iterable[Record]) -> None:
+def check_rows(records: Iterable[Record]) -> None:
     for record in records:
         assert record.metric in METRICS, record
         row, room = METRICS[record.metric], 1e-6 * max(1, abs(record.value))  # rounding at the ends of a range
@@ -176,20 +175,20 @@ def every_record_has_a_row(records: Iterable[Record]) -> None:
             assert record.layer >= (math.inf if row.first_layer is None else row.first_layer), record
 
 
-def padding_changes_nothing(analysis: Any, alone: list[Record], model: nn.Module) -> None:
-    """The same prompts in other batches, padded on the left with tokens that mean something."""
+def check_padding(analysis: Any, single: list[Record], model: nn.Module) -> None:
+    """Measure the same prompts in other batches, padded on the left with real token ids."""
     options = {
         name: Listed(*padded_on_the_left(value, 1 if name == "batches" else 100))
         for name, value in vars(analysis).items()
         if isinstance(value, Listed)
     }
     found = records_of(dataclasses.replace(analysis, **options), model)
-    are_the_same_to_rounding(analysis, alone, found)
+    check_equal_to_rounding(analysis, single, found)
 
 
-def are_the_same_to_rounding(analysis: Analysis, expected: list[Record], found: list[Record]) -> None:
-    """Numbers of other batches, which are rounded in other places."""
-    rel = 1e-4 if hasattr(analysis, "tolerance") or hasattr(analysis, "steps") else 1e-6  # how far fits converge
+def check_equal_to_rounding(analysis: Analysis, expected: list[Record], found: list[Record]) -> None:
+    """Compare records of other batches, whose numbers are rounded differently."""
+    rel = 1e-4 if hasattr(analysis, "tolerance") or hasattr(analysis, "steps") else 1e-6  # tolerance of fits
     for one, other in zip(expected, found, strict=True):
         assert (one.metric, one.layer, one.other_layer, one.tags, one.n) == (
             *(other.metric, other.layer, other.other_layer, other.tags, other.n),
@@ -210,20 +209,20 @@ def padded_on_the_left(batches: Listed, size: int) -> Iterator[dict[str, Tensor]
 # --------------------------------------------------------------------------------------------------- broken prompts
 
 
-def a_broken_prompt_is_left_out_and_counted(analysis: Analysis, whole: list[Record], folder: Path) -> None:
-    """The model knows nothing of some tokens, of which the last prompt is made."""
+def check_a_broken_prompt_is_left_out(analysis: Analysis, whole: list[Record], folder: Path) -> None:
+    """Add a prompt of tokens whose embeddings are NaN."""
     model, strange = text_model(), strange_tokens(folder)
     model.transformer.wte.weight.data[strange] = torch.nan
-    found = by_key(records_of(with_one_prompt_more(analysis, strange, folder), model))
-    expected = by_key(whole)
+    found = records_by_key(records_of(add_broken_prompt(analysis, strange, folder), model))
+    expected = records_by_key(whole)
     assert expected.keys() == found.keys()
     counted = [record for record in found.values() if record.tags.get(UNDEFINED)]
     assert counted or isinstance(analysis, analyses.CouplingMatrices), "no record counts the prompt that is left out"
-    if isinstance(analysis, OF_THE_SAME_PROMPTS):
-        assert len(counted) == len(found), "what is compared is of other prompts"
+    if isinstance(analysis, SAME_PROMPTS):
+        assert len(counted) == len(found), "records compare different prompts"
     for key, record in found.items():
-        # a study of random tokens draws the broken ones as well
-        if record.metric not in NOT_OF_LAYERS and record.tags.get("study") != "randomness":
+        # the study of random tokens also draws the broken ones
+        if record.metric not in LAYERLESS and record.tags.get("study") != "randomness":
             assert record.n == expected[key].n or not record.tags.get(UNDEFINED), key
             assert record.value == pytest.approx(expected[key].value, rel=1e-7, abs=1e-9, nan_ok=True), key
 
@@ -232,7 +231,7 @@ def strange_tokens(folder: Path) -> list[int]:
     return load_tokenizer(str(folder / "tokenizer")).tokenizer.encode(STRANGE).ids
 
 
-def of_broken_prompts_nothing_is_found(analysis: Any, folder: Path) -> None:
+def check_broken_prompts_give_no_value(analysis: Any, folder: Path) -> None:
     model, strange = text_model(), strange_tokens(folder)
     model.transformer.wte.weight.data[strange] = torch.nan
     more = {"input_ids": torch.tensor([strange]), "labels": torch.tensor([0])}
@@ -240,13 +239,13 @@ def of_broken_prompts_nothing_is_found(analysis: Any, folder: Path) -> None:
     found = measure(model, dataclasses.replace(analysis, **options), run="run", step=0)
     if found.error is not None:
         assert re.search("is undefined for every prompt|InputError: ", found.error), found.error
-    # Orders have distances, and a study of random tokens has others in the place of the broken ones.
+    # Orders have distances without any prompt, and the study of random tokens replaces the broken ones.
     others = [r for r in found.records if r.metric != "kendall_distance" and r.tags.get("study") != "randomness"]
     assert all(math.isnan(record.value) for record in others)
 
 
-def with_one_prompt_more(analysis: Any, strange: list[int], folder: Path) -> Analysis:
-    """The same prompts, as many as the analysis reads, and the strange one behind them."""
+def add_broken_prompt(analysis: Any, strange: list[int], folder: Path) -> Analysis:
+    """Return the analysis of the prompts that it reads, followed by the broken one."""
     options: dict[str, Any] = {}
     count = None if isinstance(analysis, analyses.JacobianLens) else getattr(analysis, "num_prompts", None)
     for name in ("batches", "test"):
@@ -278,15 +277,15 @@ def first_rows(batches: Listed, count: int | None) -> Iterator[dict[str, Tensor]
         left -= len(batch["input_ids"])
 
 
-def by_key(records: Iterable[Record], *, layers: int | None = None) -> dict[tuple, Record]:
-    """The records by what they are of; with `layers` those of layers up to there alone."""
+def records_by_key(records: Iterable[Record], *, layers: int | None = None) -> dict[tuple, Record]:
+    """Return the records by metric, layers and tags, if `layers` is given only up to that layer."""
     found = {}
     for record in records:
         if layers is not None and not (record_layers(record) and max(record_layers(record)) <= layers):
             continue
         tags = sorted((tag, value) for tag, value in record.tags.items() if not tag.startswith("num_"))
         key = record.metric, record.layer, record.other_layer, *tags
-        assert key not in found, "two records are of the same"
+        assert key not in found, "two records have the same key"
         found[key] = record
     return found
 
@@ -298,7 +297,7 @@ def record_layers(record: Record) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def refuses_what_it_cannot_measure(analysis: Any, model: nn.Module) -> None:
+def check_refusals(analysis: Any, model: nn.Module) -> None:
     name = re.escape(analysis.name)
 
     def refused(given: Analysis, network: nn.Module, sentence: str) -> None:
@@ -331,11 +330,11 @@ def refuses_what_it_cannot_measure(analysis: Any, model: nn.Module) -> None:
 
 
 def kill_(model: Any) -> None:
-    """Makes a block pass on what comes in."""
+    """Make the broken block return its input."""
     block = model.transformer.h[BROKEN - 1]
-    for part in (block.attn.c_proj, block.mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
-        torch.nn.init.zeros_(part.bias)
+    for projection in (block.attn.c_proj, block.mlp.c_proj):
+        torch.nn.init.zeros_(projection.weight)
+        torch.nn.init.zeros_(projection.bias)
 
 
 def spoil_(model: Any) -> None:
@@ -343,48 +342,48 @@ def spoil_(model: Any) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", [name for name in KINDS if name.values[0] not in OF_THE_WHOLE])
-def test_layers_before_a_broken_block_keep_their_numbers_and_the_others_are_gaps_that_say_so(folder, kind):
-    of_models = []
+@pytest.mark.parametrize("kind", [name for name in KINDS if name.values[0] not in WHOLE_MODEL])
+def test_layers_before_a_broken_block_keep_their_numbers_and_others_report_missing_values(folder, kind):
+    model_records = []
     for number, break_ in enumerate((None, kill_, spoil_)):
         model = text_model(BROKEN - 1 if break_ is None else BLOCKS)
         if break_ is not None:
             break_(model)
         every = text_analyses(folder, f"results-{number}")
         given = [each for each in every if type(each).__name__ == kind and getattr(each, "states", "") != "hf"]
-        of_models.append([records_of(analysis, model) for analysis in given])
-    for prefix, killed, spoiled in zip(*of_models, strict=True):
-        expected = by_key(prefix, layers=BROKEN - 1)
+        model_records.append([records_of(analysis, model) for analysis in given])
+    for prefix, killed, spoiled in zip(*model_records, strict=True):
+        expected = records_by_key(prefix, layers=BROKEN - 1)
         assert expected
-        for found, is_spoiled in ((by_key(killed), False), (by_key(spoiled), True)):
+        for found, is_spoiled in ((records_by_key(killed), False), (records_by_key(spoiled), True)):
             for key, record in expected.items():
-                if key[0] not in NOT_OF_LAYERS + OF_THE_LAST:
+                if key[0] not in LAYERLESS + LAST_LAYER:
                     assert found[key].value == pytest.approx(record.value, rel=1e-6, abs=1e-9), key
                     assert found[key].n == record.n, key
             check_the_rest(found, nothing_is_finite=is_spoiled)
 
 
 def check_the_rest(records: dict[tuple, Record], *, nothing_is_finite: bool) -> None:
-    """What is not of healthy layers alone is absent, NaN or says what it leaves out."""
+    """Check that records of broken layers are absent, NaN or count what they leave out."""
     for key, record in records.items():
         left_out = any(tag.startswith(UNDEFINED) for tag in record.tags)
-        if record.metric in OF_ALL_BLOCKS and record.layer is None:
+        if record.metric in ALL_BLOCKS and record.layer is None:
             assert math.isnan(record.value), key
             assert left_out, key
-        assert record.metric not in OF_THE_LAST or not nothing_is_finite, key
-        if nothing_is_finite and record.metric not in NOT_OF_LAYERS and "reference" not in record.tags:
+        assert record.metric not in LAST_LAYER or not nothing_is_finite, key
+        if nothing_is_finite and record.metric not in LAYERLESS and "reference" not in record.tags:
             if layers := record_layers(record):
-                assert max(layers) < BROKEN + is_in(record.metric, "attention"), key  # what a block is given is whole
+                assert max(layers) < BROKEN + is_in(record.metric, "attention"), key  # the input of a block is valid
             else:
                 assert math.isnan(record.value) or left_out, key
                 assert record.n or math.isnan(record.value), key
 
 
-def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_nowhere_have_no_plane(folder):
+def test_orders_without_a_broken_block_keep_their_numbers_and_paths_have_no_plane(folder):
     whole, broken = text_model(), text_model()
     spoil_(broken)
     orders = analyses.Interventions(batches=every_analysis.prompts(), seeds=(0, 1), loops=(2,))
-    expected, found = (by_key(records_of(orders, model)) for model in (whole, broken))
+    expected, found = (records_by_key(records_of(orders, model)) for model in (whole, broken))
     skipped = ("variant_loss", BROKEN, None, ("variant", "skip_one"))
     assert found[skipped].value == expected[skipped].value
     for key, record in found.items():
@@ -396,12 +395,12 @@ def test_orders_without_a_broken_block_keep_their_numbers_and_paths_that_end_now
         records_of(analyses.PathsInPlane(batches=every_analysis.prompts()), broken)
 
 
-def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer():
-    """The model's own output is undefined, and with it all divergences and Jacobians."""
+def test_a_lens_of_a_broken_model_has_only_ranks_of_layers_before_the_broken_block():
+    """All divergences and Jacobians are undefined, because the output of the model is."""
     broken = text_model()
     spoil_(broken)
     lens = analyses.JacobianLens(batches=every_analysis.prompts(), num_prompts=2, skip_first=0)
-    prefix, found = (by_key(records_of(lens, model)) for model in (text_model(BROKEN - 1), broken))
+    prefix, found = (records_by_key(records_of(lens, model)) for model in (text_model(BROKEN - 1), broken))
     assert found.keys() == {("lens_rank", layer, None, ("lens", "logit")) for layer in range(BROKEN)}
     for layer in range(BROKEN - 1):
         key = ("lens_rank", layer, None, ("lens", "logit"))
@@ -413,12 +412,12 @@ def test_a_lens_of_a_broken_model_has_the_ranks_that_need_no_later_layer():
 
 @pytest.mark.soak
 def test_a_model_in_half_precision_is_measured_in_float32(folder):
-    """Lens, Interventions and benchmarks run in the model's own precision: their own files say what that gives."""
+    """Lens, Interventions and benchmarks run in the model's own precision and have tests in their own files."""
     own = ("Lens", "Interventions", "MtebTask", "NextTokenProbe")
     given = [each for each in every_analysis.text_analyses(folder) if type(each).__name__ not in own]
     half = tiny("gpt2", torch.bfloat16, vocab_size=every_analysis.VOCABULARY)
-    of_half, of_single = (list(outcomes(each, given)) for each in (half, copy.deepcopy(half).float()))
+    half_results, float_results = (list(outcomes(each, given)) for each in (half, copy.deepcopy(half).float()))
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
-    for one, other in zip(of_half, of_single, strict=True):
+    for one, other in zip(half_results, float_results, strict=True):
         assert (one.error, other.error) == (None, None), one.analysis.name
         assert text_of(one.records) == text_of(other.records), one.analysis.name

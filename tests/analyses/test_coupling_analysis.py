@@ -9,14 +9,14 @@ import torch
 from lit_layers.analyses import Coupling, CouplingMatrices, TokenCoupling
 from lit_layers.errors import InputError
 from lit_layers.models.view import LayeredModel
-from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians, without_block_2
+from tests.analyses.whole_jacobians import copy_without_block_2, coupling_by_loops, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 
-def found(model, *batches, **options):
-    """The records by (metric, layer, other_layer, tags)."""
+def run(model, *batches, **options):
+    """Return the records by (metric, layer, other_layer, tags)."""
     records = records_of(Coupling(batches=Listed(*batches), **options), model)
     keys = [
         (r.metric, r.layer, r.other_layer, *sorted(tag for tag in r.tags.items() if not tag[0].startswith("num_")))
@@ -31,26 +31,26 @@ def model():
     return tiny("gpt2", torch.float64)
 
 
-def at_the_last_token(model, batch, **options):
-    """Jacobians (prompts, layers, dim, dim) of a batch, and states (layers + 1, prompts, dim)."""
+def last_token_jacobians(model, batch, **options):
+    """Return Jacobians (prompts, layers, dim, dim) of a batch, and states (layers + 1, prompts, dim)."""
     jacobians, states = [], []
     for ids in batch["input_ids"]:
-        own, of_prompt = whole_jacobians(model, model.transformer.h, {"input_ids": ids[None]}, outputs=[-1], **options)
+        own, hidden = whole_jacobians(model, model.transformer.h, {"input_ids": ids[None]}, outputs=[-1], **options)
         jacobians.append(own[:, -1, -1])
-        states.append([state.detach()[0, -1].numpy() for state in of_prompt])
+        states.append([state.detach()[0, -1].numpy() for state in hidden])
     return np.array(jacobians), np.array(states).transpose(1, 0, 2)
 
 
 def couplings(prompt, k, **options):
-    """Coupling of every pair of blocks (layers, layers), and the coupling of random bases."""
+    """Return the coupling of every pair of blocks (layers, layers), and the coupling of random bases."""
     pairs = [[coupling_by_loops(first, second, k, **options) for second in prompt] for first in prompt]
     return np.moveaxis(np.array(pairs), -1, 0)
 
 
 def test_every_record_equals_the_definition_applied_to_the_running_model(model):
     batch = tiny_batch("gpt2", batch=3, tokens=7)
-    jacobians, states = at_the_last_token(model, batch)
-    records = found(model, batch, k=(0.1, 8), num_singular_values=4)
+    jacobians, states = last_token_jacobians(model, batch)
+    records = run(model, batch, k=(0.1, 8), num_singular_values=4)
     for k in (3, 8):
         pairs, random = (np.stack(each) for each in zip(*(couplings(prompt, k) for prompt in jacobians), strict=True))
         spectra = np.linalg.svd(jacobians, compute_uv=False)
@@ -97,11 +97,11 @@ def test_every_record_equals_the_definition_applied_to_the_running_model(model):
     assert not records
 
 
-def test_the_preset_does_what_published_code_does(model, monkeypatch):
+def test_the_preset_gives_the_numbers_of_published_code(model, monkeypatch):
     batch = tiny_batch("gpt2", batch=2, tokens=6)
     monkeypatch.setitem(Coupling.PRESETS["released_code"], "k", (10, 30))
-    jacobians, states = at_the_last_token(model, batch, final_norm=model.transformer.ln_f)
-    records = found(model, batch, preset="released_code")
+    jacobians, states = last_token_jacobians(model, batch, final_norm=model.transformer.ln_f)
+    records = run(model, batch, preset="released_code")
     for k in (10, 30):
         pairs = [couplings(prompt, k, absolute=True)[0] for prompt in jacobians]
         record = records["coupling_with_diagonal", None, None, ("k", k)]
@@ -113,11 +113,11 @@ def test_the_preset_does_what_published_code_does(model, monkeypatch):
     assert records["linearized_rollout", None, None].value == pytest.approx(cosine.mean(), rel=1e-9)
 
 
-def test_tokens_may_be_named_or_counted(model):
+def test_a_token_can_be_given_by_name_or_index(model):
     batch = tiny_batch("gpt2", batch=1, tokens=6)
 
     def value(token):
-        return found(model, batch, k=(6,), token=token)["coupling", None, None, ("k", 6)].value
+        return run(model, batch, k=(6,), token=token)["coupling", None, None, ("k", 6)].value
 
     last, first = value("last"), value("first")
     assert last == value(-1) == value(5) == value("last_patch")
@@ -125,9 +125,9 @@ def test_tokens_may_be_named_or_counted(model):
     assert abs(last - first) > 1e-4
 
 
-def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
-    model = without_block_2(model)
-    records = found(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
+def test_a_dead_block_has_no_pairs_and_never_enters_a_mean(model):
+    model = copy_without_block_2(model)
+    records = run(model, tiny_batch("gpt2", batch=2, tokens=6), k=(6,))
     k = ("k", 6)
     assert ("coupling_pair", 2, 1, k) not in records
     assert records["jacobian_norm", 2, None].value == 0
@@ -141,8 +141,8 @@ def test_a_dead_block_leaves_a_gap_and_never_enters_a_mean(model):
         assert (
             records["coupling_by_distance", None, None, ("distance", distance), k].tags["num_undefined_pairs"] == number
         )
-    apart = [records["coupling_pair", *pair, k].value for pair in ((1, 3), (3, 1))]
-    assert records["coupling_by_distance", None, None, ("distance", 2), k].value == pytest.approx(np.mean(apart))
+    distant = [records["coupling_pair", *pair, k].value for pair in ((1, 3), (3, 1))]
+    assert records["coupling_by_distance", None, None, ("distance", 2), k].value == pytest.approx(np.mean(distant))
     assert records["num_tied", None, None, k].tags == {"k": 6, "num_undefined_blocks": 2}
 
 
@@ -167,21 +167,21 @@ WIDE = "expected k between 1 and the dimension 32, got 33; the model is 32 wide:
         (TokenCoupling(batches=Listed(), pairs=[(1, 2, 3)]), r"expected pairs of blocks 1..3, got \[\[1, 2, 3\]\]"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_runs(model, analysis, message):
+def test_invalid_options_are_refused_before_the_measurement(model, analysis, message):
     with pytest.raises(InputError, match=f"^{analysis.name}: .*{message}"):
         analysis.check(LayeredModel(model))
 
 
 @pytest.mark.soak
-def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
+def test_mean_patch_averages_metrics_and_not_jacobians_over_patches():
     model, batch = tiny("vit", torch.float64), tiny_batch("vit", batch=2)
     batch["pixel_values"] = batch["pixel_values"].double()
-    records = found(model, batch, k=(4,), token="mean_patch", num_patches=3)
+    records = run(model, batch, k=(4,), token="mean_patch", num_patches=3)
     off = ~np.eye(LAYERS, dtype=bool)
     means, excesses, norms, slopes = [], [], [], []
     for image in batch["pixel_values"]:
         jacobians, _ = whole_jacobians(model, model.blocks, {"pixel_values": image[None]})
-        for token in (1, 9, 16):  # of the patches in places 1..16, behind the class token
+        for token in (1, 9, 16):  # patches have positions 1..16, after the class token
             own = jacobians[:, token, token]
             pairs, random = couplings(own, 4)
             spectra = np.linalg.svd(own, compute_uv=False)
@@ -200,7 +200,7 @@ def test_mean_patch_averages_every_metric_over_the_patches_not_the_jacobians():
         assert records[key].value == pytest.approx(per_image.mean(), rel=1e-7, abs=1e-10)
         assert records[key].stderr == pytest.approx(per_image.std(ddof=1) / 2**0.5, rel=1e-6)
         assert records[key].n == 2
-    whole = found(model, batch, k=(4,), token="mean_patch", num_patches=None)
+    whole = run(model, batch, k=(4,), token="mean_patch", num_patches=None)
     assert whole.keys() == records.keys()
     with pytest.raises(InputError, match="GPT2LMHeadModel has no mean_patch: choose another token"):
-        found(tiny("gpt2"), tiny_batch("gpt2"), k=(4,), token="mean_patch")
+        run(tiny("gpt2"), tiny_batch("gpt2"), k=(4,), token="mean_patch")

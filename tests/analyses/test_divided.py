@@ -1,4 +1,4 @@
-"""Analyses that several ranks share give the numbers of one process, whichever rank measures what."""
+"""Analyses divided over several ranks give the numbers of one process."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -20,21 +20,21 @@ def model():
     return tiny("gpt2")
 
 
-def test_several_analyses_of_three_ranks_have_the_numbers_of_one_process(model):
-    """Each analysis on two ranks is a part of test_contract."""
+def test_several_analyses_on_three_ranks_give_the_numbers_of_one_process(model):
+    """Single analyses on two ranks are tested in test_contract."""
     analyses = [Trajectory(batches=prompts()), Coupling(batches=prompts(), k=(2, 5), num_prompts=5)]
-    alone = list(outcomes(model, analyses, weights_hash="x"))
+    single = list(outcomes(model, analyses, weights_hash="x"))
     found, _ = outcomes_on_ranks(model, analyses, 3)
-    for whole, shared in zip(alone, found, strict=True):
+    for whole, shared in zip(single, found, strict=True):
         assert [whole.error, shared.error] == [None, None]
-        # NaN is not equal to itself, its text is
+        # compare texts, because NaN is not equal to itself
         assert [repr(record) for record in shared.records] == [repr(record) for record in whole.records]
         assert shared.facts == whole.facts
 
 
 @dataclass(kw_only=True)
 class Odd(Analysis):
-    """Something that fails at one prompt, which one of several ranks has."""
+    """An analysis that fails at one prompt, and so on one rank."""
 
     batches: Listed
     name: str = "odd"
@@ -69,7 +69,7 @@ class Odd(Analysis):
         ("result", "Can't"),
     ],
 )
-def test_what_fails_on_one_rank_is_the_error_of_the_analysis_and_no_other(model, fails, error):
+def test_a_failure_on_one_rank_is_the_error_of_only_that_analysis(model, fails, error):
     found, _ = outcomes_on_ranks(model, [Odd(batches=prompts(), fails=fails), Trajectory(batches=prompts())], 2)
     assert error in found[0].error
     assert found[0].records == []
@@ -77,7 +77,7 @@ def test_what_fails_on_one_rank_is_the_error_of_the_analysis_and_no_other(model,
 
 
 class Broken(Listed):
-    """Batches that break off in one process of two."""
+    """Batches that raise an error in one of two processes."""
 
     def __iter__(self):
         for number, batch in enumerate(super().__iter__()):
@@ -86,9 +86,9 @@ class Broken(Listed):
             yield batch
 
 
-def test_data_that_breaks_off_on_one_rank_is_the_error_of_all_who_read_it(model):
+def test_a_data_error_on_one_rank_is_the_error_of_all_analyses_that_read_it(model):
     broken = Broken(*prompts())
-    broken.fails = [True, *[False] * 5]  # each rank looks once for each analysis before
+    broken.fails = [True, *[False] * 5]  # popped from the end: each rank first reads them once for each analysis
     others = Listed(next(iter(prompts())))
     found, _ = outcomes_on_ranks(model, [Trajectory(batches=broken), Lens(batches=broken), Coupling(batches=others)], 2)
     assert [each.error for each in found] == ["OSError: the disk is gone"] * 2 + [None]

@@ -1,4 +1,4 @@
-"""Variants of a running order against the model's own modules called one by one, prompt by prompt, in float64."""
+"""Variants of the running order against the modules of the model, called one by one in float64."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def run(model, *batches, **options):
     return {key: record for key, record in found.items() if not record.metric.endswith("_difference")}
 
 
-def at(metric, layer=None, **tags):
+def key_of(metric, layer=None, **tags):
     return (metric, layer, *sorted(tags.items()))
 
 
@@ -50,7 +50,7 @@ def records(model):
 
 
 def logits_of(model, ids, schedule):
-    """Of one prompt without padding, by the model's modules."""
+    """Return the logits of one prompt without padding, from the modules of the model."""
     trunk = model.transformer
     with torch.no_grad():
         hidden = trunk.wte(ids[None]) + trunk.wpe(torch.arange(len(ids))[None])
@@ -65,8 +65,8 @@ def log_softmax(logits):
     return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
 
 
-def by_prompt(model, schedule):
-    """Losses, hits and divergences of the predicted tokens of each prompt."""
+def prompt_scores(model, schedule):
+    """Return losses, hits and divergences of the predicted tokens of each prompt."""
     found = []
     for ids in prompts_of(BATCHES):
         full = log_softmax(logits_of(model, ids, range(1, BLOCKS + 1))[:-1])
@@ -83,7 +83,7 @@ def shuffled(numbers, seed):
     return order
 
 
-# Of four blocks, written out: M = 1 is block 3, M = 3 the blocks 2 to 4, the repeated block is the third.
+# Schedules of four blocks: M = 1 is block 3, M = 3 are blocks 2 to 4, and block 3 is the repeated one.
 EXPECTED = {
     (None, ("variant", "baseline")): (1, 2, 3, 4),
     (None, ("middle", 1), ("variant", "skip")): (1, 2, 4),
@@ -116,18 +116,18 @@ MEANS = [(None, ("middle", middle), ("variant", "random")) for middle in (1, 3)]
 
 def test_differences_from_the_full_model_are_over_the_same_prompts(model):
     found = {key(each): each for each in records_of(Interventions(batches=Listed(*BATCHES)), model)}
-    apart = {key: each for key, each in found.items() if each.metric.endswith("_difference")}
-    assert {each.metric for each in apart.values()} == {"variant_loss_difference", "variant_accuracy_difference"}
-    assert not [each for each in apart.values() if each.tags["variant"] == "baseline" or "seed" in each.tags]
-    for (metric, *place), record in apart.items():
-        own, full = found[metric.removesuffix("_difference"), *place], found[at(metric[:-11], variant="baseline")]
+    differences = {key: each for key, each in found.items() if each.metric.endswith("_difference")}
+    assert {each.metric for each in differences.values()} == {"variant_loss_difference", "variant_accuracy_difference"}
+    assert not [each for each in differences.values() if each.tags["variant"] == "baseline" or "seed" in each.tags]
+    for (metric, *rest), record in differences.items():
+        own, full = found[metric.removesuffix("_difference"), *rest], found[key_of(metric[:-11], variant="baseline")]
         rows = own.by_prompt.astype(float) - full.by_prompt
         assert record.value == pytest.approx(own.value - full.value, abs=1e-9)
         assert record.stderr == pytest.approx(rows.std(ddof=1) / len(rows) ** 0.5, rel=1e-4, abs=1e-7)
         assert record.low <= record.value <= record.high
 
 
-def test_there_is_a_record_of_every_metric_of_every_variant_and_no_other(records):
+def test_every_variant_has_a_record_of_every_metric_and_there_are_no_others(records):
     wanted = {(metric, *rest) for metric in METRICS for rest in (*EXPECTED, *MEANS)}
     wanted |= {("kendall_distance", *rest) for rest in EXPECTED if ("variant", "random") in rest}
     assert set(records) == wanted
@@ -137,7 +137,7 @@ def test_every_value_is_the_mean_over_predicted_tokens_of_blocks_called_one_by_o
     expected = [
         (metric, variant, values)
         for variant, order in EXPECTED.items()
-        for metric, values in zip(METRICS, zip(*by_prompt(model, order), strict=True), strict=True)
+        for metric, values in zip(METRICS, zip(*prompt_scores(model, order), strict=True), strict=True)
     ]
     for metric, variant, values in expected:
         record, every = records[metric, *variant], np.concatenate(values)
@@ -149,13 +149,13 @@ def test_every_value_is_the_mean_over_predicted_tokens_of_blocks_called_one_by_o
 
 
 def test_random_orders_are_averaged_within_each_prompt(model, records):
-    of_seeds = [by_prompt(model, (1, *shuffled((2, 3, 4), seed))) for seed in SEEDS]
+    seed_scores = [prompt_scores(model, (1, *shuffled((2, 3, 4), seed))) for seed in SEEDS]
     for metric, kind in zip(METRICS, range(3), strict=True):
-        sums = np.mean([[prompt[kind].sum() for prompt in found] for found in of_seeds], axis=0)
-        counts = np.array([len(prompt[0]) for prompt in of_seeds[0]])
+        sums = np.mean([[prompt[kind].sum() for prompt in found] for found in seed_scores], axis=0)
+        counts = np.array([len(prompt[0]) for prompt in seed_scores[0]])
         ratio = sums.sum() / counts.sum()
         spread = torch.from_numpy(ratio + (sums - ratio * counts) / counts.mean())
-        record = records[at(metric, middle=3, variant="random")]
+        record = records[key_of(metric, middle=3, variant="random")]
         low, high = bootstrap_interval(spread)
         assert record.value == pytest.approx(ratio, rel=1e-9)
         assert record.stderr == pytest.approx(spread.std().item() / math.sqrt(8), rel=1e-6)
@@ -163,35 +163,35 @@ def test_random_orders_are_averaged_within_each_prompt(model, records):
         assert (record.tags["num_seeds"], record.tags["num_tokens"], record.n) == (3, 51, 8)
 
 
-def test_orders_that_left_everything_in_place_are_counted_and_distances_told(records):
-    assert records[at("kl_to_full", middle=1, variant="random")].tags["num_identical"] == 3
+def test_unchanged_orders_are_counted_and_distances_reported(records):
+    assert records[key_of("kl_to_full", middle=1, variant="random")].tags["num_identical"] == 3
     identical = sum(shuffled((2, 3, 4), seed) == [2, 3, 4] for seed in SEEDS)
-    assert records[at("kl_to_full", middle=3, variant="random")].tags["num_identical"] == identical
+    assert records[key_of("kl_to_full", middle=3, variant="random")].tags["num_identical"] == identical
     distances = {dict(found[2:])["seed"]: r.value for found, r in records.items() if found[0] == "kendall_distance"}
     for seed in SEEDS:
         order = shuffled((2, 3, 4), seed)
         assert distances[seed] == sum(a > b for a, b in itertools.combinations(order, 2))
-    of_one = [r.value for f, r in records.items() if f[0] == "kendall_distance" and dict(f[2:])["middle"] == 1]
-    assert of_one == [0, 0, 0]
+    single = [r.value for f, r in records.items() if f[0] == "kendall_distance" and dict(f[2:])["middle"] == 1]
+    assert single == [0, 0, 0]
 
 
-def test_a_middle_of_one_block_leaves_the_model_exactly(records):
+def test_a_middle_of_one_block_gives_exactly_the_full_model(records):
     for metric, variant in itertools.product(METRICS, ("parallel", "reverse", "middle_repeat", "random")):
-        expected = records[at(metric, variant="baseline")].value
-        found = records[at(metric, middle=1, variant=variant)].value
+        expected = records[key_of(metric, variant="baseline")].value
+        found = records[key_of(metric, middle=1, variant=variant)].value
         assert found == (pytest.approx(expected, rel=1e-15) if variant == "random" else expected)  # a mean over seeds
 
 
-def test_a_variant_that_overflows_is_told_and_spoils_no_other():
+def test_a_variant_that_overflows_is_reported_and_does_not_affect_others():
     model = tiny("gpt2", torch.float16, n_layer=BLOCKS)
     model.transformer.h[2].mlp.c_proj.bias.data[0] = 5e4  # finite once, infinite when it is added again
     found = run(model, BATCHES[1], variants=("middle_repeat", "skip"))
-    broken = found[at("variant_loss", middle=3, variant="middle_repeat")]
+    broken = found[key_of("variant_loss", middle=3, variant="middle_repeat")]
     assert math.isnan(broken.value)
     assert (broken.n, broken.tags["num_undefined"], broken.tags["num_tokens"]) == (0, 2, 0)
     for metric in METRICS:
         for rest in ({"variant": "baseline"}, {"variant": "skip", "middle": 3}):
-            assert math.isfinite(found[at(metric, **rest)].value)
+            assert math.isfinite(found[key_of(metric, **rest)].value)
 
 
 @pytest.mark.parametrize(

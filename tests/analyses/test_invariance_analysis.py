@@ -1,4 +1,4 @@
-"""Invariance on a small model, against the same numbers from states of each view taken alone."""
+"""Invariance on a small model, against the same numbers from separately captured states of each view."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def records(model, folder):
 
 @pytest.fixture(scope="module")
 def states(model, folder):
-    """(views, texts) of (layers + 1, tokens, dim), without and with the final norm."""
+    """Return states (layers + 1, tokens, dim) by view and text, without and with the final norm."""
     tokenizer = load_tokenizer(str(folder)).tokenizer
     ids = [[tokenizer.encode(text).ids[:30] for text in view] for view in make_views(TEXTS, 3).texts]
     batches = [[{"input_ids": torch.tensor([row])} for row in view] for view in ids]
@@ -96,7 +96,7 @@ def find_cut(records):
     return next(r.tags["num_cut"] for r in records if r.metric == "changed_fraction")
 
 
-def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(model, folder, states):
+def test_the_released_preset_uses_centred_unit_tokens_of_normed_last_states(model, folder, states):
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), preset="released_code", **OPTIONS)
     records = records_of(analysis, model)
     tags = {"preset": "released_code"}
@@ -114,7 +114,7 @@ def test_the_released_preset_takes_centred_unit_tokens_of_normed_last_states(mod
         assert value == pytest.approx(lidar(rows.transpose(0, 1)).item(), rel=1e-9)
 
 
-def test_the_loss_between_views_has_its_chance_and_its_share_of_it(model, folder, states):
+def test_the_loss_between_views_is_reported_with_its_chance_and_share(model, folder, states):
     options = {**OPTIONS, "num_halves": 0, "form": "cross"}
     records = records_of(Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **options), model)
     chance = find(records, "infonce_chance", form="cross").value
@@ -139,7 +139,7 @@ def test_the_released_preset_has_its_own_form_of_alpha_2(model, folder, states):
     assert found.value == pytest.approx(-math.log(lambdas.square().sum().item() / 32**2), rel=1e-8)
 
 
-def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_stay(tmp_path):
+def test_a_layer_with_equal_prompts_has_no_value_and_the_other_layers_keep_theirs(tmp_path):
     model = saved_bert(tmp_path)
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(tmp_path), pooling="cls", **OPTIONS)
     records = records_of(analysis, model)
@@ -150,7 +150,7 @@ def test_a_layer_where_all_prompts_are_one_vector_has_no_value_and_the_others_st
     assert infonce_at_0.tags == {"pooling": "cls"}
 
 
-def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, records):
+def test_other_options_are_tagged_and_change_the_numbers(model, folder, records):
     options = {"temperature": 0.5, "states": "normed", "delta": 0.01, "unit": False}
     analysis = Invariance(texts=GivenTexts(TEXTS), tokenizer=str(folder), **{**OPTIONS, "num_halves": 0}, **options)
     others = records_of(analysis, model)
@@ -162,7 +162,7 @@ def test_other_options_are_told_by_tags_and_change_the_numbers(model, folder, re
     assert rank.tags.items() >= {"delta": 0.01, "states": "normed"}.items()
 
 
-def test_config_and_hashes_tell_texts_and_options_but_no_words(folder):
+def test_hashes_depend_on_texts_and_options_and_the_config_contains_no_text(folder):
     def make(texts=TEXTS, **options):
         return Invariance(texts=GivenTexts(texts), tokenizer=str(folder), **(OPTIONS | options))
 

@@ -38,8 +38,8 @@ def records(view):
     return records_of(lens(), view)
 
 
-def fitted_on(view: LayeredModel, batches: Any, num_prompts: int) -> torch.Tensor:
-    """The lens of the first prompts, (layers, dim, dim)."""
+def fitted_matrices(view: LayeredModel, batches: Any, num_prompts: int) -> torch.Tensor:
+    """Return the lens (layers, dim, dim) fitted on the first prompts."""
     given = [*itertools.islice(single_prompts(batches), num_prompts)]
     return lens(batches, num_prompts=num_prompts).fit(view, "jacobian", given)[0]
 
@@ -48,9 +48,9 @@ def values(records, metric: str, name: str) -> list[float]:
     return [r.value for r in records if r.metric == metric and r.tags.get("lens", name) == name]
 
 
-def test_divergence_and_rank_are_those_of_numpy(view, records):
-    """From the states by the lens' matrix through the model's own norm and head, softmax and ranks in numpy."""
-    fitted = fitted_on(view, prompts(), 2)
+def test_divergence_and_rank_equal_those_of_numpy(view, records):
+    """Apply the lens matrix and the model's norm and head, then compute softmax and ranks in numpy."""
+    fitted = fitted_matrices(view, prompts(), 2)
     identity = np.eye(view.dim)
     for name, matrices in (("jacobian", fitted.numpy()), ("logit", [identity] * view.num_layers)):
         for layer in range(view.num_layers):
@@ -62,16 +62,16 @@ def test_divergence_and_rank_are_those_of_numpy(view, records):
                     scores = view.readout(carried)[0].detach().numpy()
                     own = trajectory.logits[0].numpy()
                     p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (own, scores))
-                    places = range(SKIP, len(ids) - 1)
-                    divergences.append([(np.exp(p[t]) * (p[t] - q[t])).sum() for t in places])
-                    ranks.append([1 + (scores[t] > scores[t, ids[t + 1]]).sum() for t in places])
+                    positions = range(SKIP, len(ids) - 1)
+                    divergences.append([(np.exp(p[t]) * (p[t] - q[t])).sum() for t in positions])
+                    ranks.append([1 + (scores[t] > scores[t, ids[t + 1]]).sum() for t in positions])
             held_out = slice(2, None)
             expected = np.mean(divergences[held_out]), np.exp(np.log(ranks[held_out]).mean())
             found = values(records, "lens_kl", name)[layer], values(records, "lens_rank", name)[layer]
             assert found == pytest.approx(expected, rel=1e-6), (name, layer)
 
 
-def test_shuffled_weights_are_those_of_the_blocks_in_another_order(view):
+def test_shuffled_weights_permute_only_the_weights_of_blocks(view):
     model = shuffle_weights(view, 0)
     for before, after in zip(view.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(before.flatten().sort().values, after.flatten().sort().values, rtol=0, atol=0)
@@ -95,7 +95,7 @@ def test_prompts_that_are_too_short_are_left_out_and_counted(view):
     assert not any("num_undefined" in name for record in whole for name in record.tags)
 
 
-def test_held_out_prompts_that_are_all_too_short_are_said(view):
+def test_too_short_held_out_prompts_are_refused(view):
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     with pytest.raises(InputError, match=r"give more than 2 \(num_prompts\) of more than 3 tokens"):
         records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view)
@@ -108,6 +108,6 @@ def test_held_out_prompts_that_are_all_too_short_are_said(view):
         ({"skip_first": 40}, "no prompt to fit on: .* of more than 41 tokens"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_is_measured(options, sentence, view):
+def test_options_that_leave_no_prompt_are_refused_before_the_measurement(options, sentence, view):
     with pytest.raises(InputError, match=sentence):
         lens(**options).check(view)

@@ -1,4 +1,4 @@
-"""The probe of labels against scikit-learn on states caught by hooks, cases with known answers, and what it refuses."""
+"""The label probe against scikit-learn on captured states, cases with known answers, and refusals."""
 
 import math
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ EVERY = range(LAYERS + 1)
 
 
 def images(count, seed, *, classes=3, size=8):
-    """Noise with a bright band whose place depends on the label; labels 2, 5, 8, ..."""
+    """Return noise images with a bright band whose position depends on the label (2, 5, 8, ...)."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randint(classes, (count,), generator=generator)
     numbers[:classes] = torch.arange(classes)
@@ -36,7 +36,7 @@ def images(count, seed, *, classes=3, size=8):
 
 
 def texts(count, seed, padding="left"):
-    """Texts of different lengths, whose label is whether most of their tokens are high."""
+    """Return texts of different lengths, labelled by whether their mean token id is high."""
     rows = [tiny_batch("gpt2", batch=4, tokens=10, padding=padding, seed=100 * seed + n) for n in range(count // 4)]
     for batch in rows:
         real = batch["attention_mask"]
@@ -73,15 +73,15 @@ def split():
     return images(60, seed=1), images(40, seed=2)
 
 
-def by_scikit_learn(train, labels, test, c):
-    """Of features (rows, dim): log-probabilities of the test rows."""
+def scikit_learn_fit(train, labels, test, c):
+    """Return log-probabilities of the test rows and the classes, from features (rows, dim)."""
     scaler = StandardScaler().fit(train)
     fitted = LogisticRegression(C=c, tol=1e-10, max_iter=20000).fit(scaler.transform(train), labels)
     return fitted.predict_log_proba(scaler.transform(test)), fitted.classes_
 
 
 def check(records, tags, layer, log_proba, classes, truth):
-    """One probe's records against its log-probabilities."""
+    """Compare the records of one probe with its log-probabilities."""
     predicted = classes[log_proba.argmax(1)]
     hits = predicted == truth
     accuracy = records.pop(("accuracy", layer, *tags))
@@ -98,22 +98,22 @@ def check(records, tags, layer, log_proba, classes, truth):
     assert {record.n for record in (accuracy, loss, f1)} == {len(truth)}
 
 
-def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(split):
+def test_every_record_equals_that_of_scikit_learn_on_states_of_the_running_model(split):
     model, c = distilled(), 0.02
     records = run(model, *split, pooling=("cls", "mean", "last"), c=c)
     features = {}
     for name, batches in zip(("train", "test"), split, strict=True):
         states = states_of_each_image(model, joined(batches, "pixel_values"))
         features[name, "cls"] = np.stack([s[:, 0] for s in states], axis=1)
-        features[name, "mean"] = np.stack([s[:, PREFIX:].mean(1) for s in states], axis=1)  # the patches alone
+        features[name, "mean"] = np.stack([s[:, PREFIX:].mean(1) for s in states], axis=1)  # only patches
         features[name, "last"] = np.stack([s[:, -1] for s in states], axis=1)
     labels, truth = (joined(batches, "labels").numpy() for batches in split)
     for pooling in ("cls", "mean", "last"):
         for layer in EVERY:
             train, test = features["train", pooling][layer], features["test", pooling][layer]
             if np.ptp(train, axis=0).max() > 0:
-                log_proba, classes = by_scikit_learn(train, labels, test, c)
-            else:  # the class token before the first block
+                log_proba, classes = scikit_learn_fit(train, labels, test, c)
+            else:  # constant: the class token before block 1
                 classes, counts = np.unique(labels, return_counts=True)
                 log_proba = np.log(counts / len(labels)).repeat(len(truth)).reshape(-1, len(truth)).T
             check(records, (pooling,), layer, log_proba, classes, truth)
@@ -127,7 +127,7 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
 
 
 @pytest.mark.soak
-def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(split):
+def test_a_probe_that_chooses_its_c_is_near_the_best_logistic_probe_and_reports_its_c(split):
     model = tiny("vit", torch.float64)
     records = run(model, *split, estimator="watch", random_labels=True)
     logistic = [run(model, *split, c=c) for c in (1e-3, 1e-2, 1e-1)]
@@ -140,7 +140,7 @@ def test_a_probe_that_chooses_its_c_is_near_the_logistic_one_and_says_its_c(spli
 @pytest.mark.parametrize(
     ("estimator", "model_is_on", "fitted_on"), [("logistic", "mps", "cpu"), ("watch", "cuda", "cuda")]
 )
-def test_probes_are_fitted_where_the_model_is_if_that_has_float64(estimator, model_is_on, fitted_on, monkeypatch):
+def test_probes_are_fitted_on_the_device_of_the_model_if_it_has_float64(estimator, model_is_on, fitted_on, monkeypatch):
     name = {"logistic": "fit_logistic_probes", "watch": "fit_watching_probes"}[estimator]
     fitter = getattr(probe_fits, name)
 
@@ -153,7 +153,7 @@ def test_probes_are_fitted_where_the_model_is_if_that_has_float64(estimator, mod
     features, layers = torch.randn(2, 20, 3), torch.tensor([True, True])
     fitting = probe_fits.Fitting(features, labels, features, layers, 2, {}, lambda log_proba, tags, layer: [])
     probes = probe_fits.probe_jobs(model, [], [fitting], probe_fits.ProbeOptions(estimator=estimator), None)
-    assert [len(job()) for job in probes.calls] == [int(estimator == "watch")] * 2  # which c
+    assert [len(job()) for job in probes.calls] == [int(estimator == "watch")] * 2  # the chosen c
 
 
 def test_texts_are_probed_at_their_real_tokens():
@@ -166,11 +166,11 @@ def test_texts_are_probed_at_their_real_tokens():
     for pooling, pool in poolings.items():
         for layer in EVERY:
             known, new = (np.stack([pool(states)[layer] for states in split]) for split in (first, second))
-            log_proba, classes = by_scikit_learn(known, labels, new, 1.0)
+            log_proba, classes = scikit_learn_fit(known, labels, new, 1.0)
             check(records, (pooling,), layer, log_proba, classes, truth)
 
 
-def test_a_label_written_in_the_image_is_read_at_the_embedding_and_nothing_in_permuted_labels():
+def test_a_label_in_the_pixels_is_read_at_every_layer_and_permuted_labels_are_not():
     model = tiny("vit", torch.float64)
     count = 90
     numbers = torch.arange(count) % 3
@@ -178,23 +178,23 @@ def test_a_label_written_in_the_image_is_read_at_the_embedding_and_nothing_in_pe
     pixels[:, 0] = numbers[:, None, None].float() - 1
     pixels += 0.02 * torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))
     rows = {"pixel_values": pixels, "labels": numbers}
-    train, test = ({name: v[part] for name, v in rows.items()} for part in (slice(0, 60), slice(60, 90)))
+    train, test = ({name: v[chosen] for name, v in rows.items()} for chosen in (slice(0, 60), slice(60, 90)))
     records = run(model, cut(train, 16), cut(test, 16), pooling=("mean", "cls"), random_labels=True)
     for layer in EVERY:
         assert records["accuracy", layer, "mean"].value == 1
         assert records["accuracy", layer, "mean", "random_labels"].value < 0.8
-    # before the first block the class token is the same for all: frequencies, a third each
+    # the class token is constant before block 1, which gives class frequencies of a third
     assert records["log_loss", 0, "cls"].value == pytest.approx(math.log(3), rel=1e-6)
     assert records["accuracy", 0, "cls"].value == records["accuracy", None, "majority"].value == pytest.approx(1 / 3)
     assert records["log_loss", None, "majority"].value == pytest.approx(math.log(3))
 
 
-def test_how_labels_are_numbered_and_rows_are_cut_into_batches_changes_nothing(split):
+def test_label_ids_and_batch_sizes_change_nothing(split):
     model = tiny("vit", torch.float64)
     expected = values(run(model, *split))
     other = [{name: joined(batches, name) for name in ("pixel_values", "labels")} for batches in split]
-    turned = [cut(rows | {"labels": 100 - rows["labels"]}, 13) for rows in other]
-    for key, value in values(run(model, *turned)).items():
+    changed = [cut(rows | {"labels": 100 - rows["labels"]}, 13) for rows in other]
+    for key, value in values(run(model, *changed)).items():
         assert value == pytest.approx(expected[key], rel=1e-6), key
 
 
@@ -210,18 +210,18 @@ def test_a_training_row_that_is_a_test_row_is_left_out_and_counted(split):
         run(model, test, test)
 
 
-def test_texts_are_the_same_whatever_their_padding():
+def test_duplicate_texts_are_found_for_any_padding():
     model, test = tiny("gpt2", torch.float64), texts(32, 2, "left")
-    turned = [{name: v.flip(-1) if v.ndim > 1 else v for name, v in batch.items()} for batch in test]
-    for batch in turned:  # the tokens of each text in their order, now padded on the right
+    changed = [{name: v.flip(-1) if v.ndim > 1 else v for name, v in batch.items()} for batch in test]
+    for batch in changed:  # the tokens of each text in their order, now padded on the right
         for row, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
             row[mask] = row[mask].flip(0)
-    found = run(model, Listed(*texts(60, 1), *turned), test)
+    found = run(model, Listed(*texts(60, 1), *changed), test)
     assert found["accuracy", None, "majority"].tags["num_duplicates"] == 32
 
 
 @pytest.mark.soak
-def test_permuted_labels_are_a_control_that_the_seed_decides(split):
+def test_the_seed_decides_the_control_of_permuted_labels(split):
     model = tiny("vit", torch.float64)
     quick = {"tolerance": 1e-3}
     first, other = (values(run(model, *split, random_labels=True, seed=seed, **quick)) for seed in (0, 1))
@@ -255,13 +255,13 @@ def labelled(labels, count=6):
         (None, Listed(tiny_batch("vit")), r"the batches of test have no labels, they hold \['pixel_values'\]"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_sentence(split, train, test, message):
+def test_invalid_labels_are_refused_in_one_sentence(split, train, test, message):
     given = analysis(train or split[0], test or split[1])
     with pytest.raises(InputError, match=f"^label_probe: .*{message}"):
         given.check(LayeredModel(tiny("vit")))
 
 
-def test_an_image_model_without_a_class_token_has_no_such_pooling(split):
+def test_an_image_model_without_a_class_token_refuses_that_pooling(split):
     view = LayeredModel(tiny("vit_average"))
     with pytest.raises(InputError, match="this VisionTransformer has no class token: choose pooling 'mean'"):
         analysis(*split, pooling=("mean", "cls")).check(view)

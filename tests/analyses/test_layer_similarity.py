@@ -25,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def states(model):
-    """Of each prompt (layers + 1, tokens, dim)."""
+    """Return the states (layers + 1, tokens, dim) of each prompt."""
     return states_of_each_prompt(model, BATCHES)
 
 
@@ -53,7 +53,7 @@ def cosine(x, y, mode):
 
 
 def alignment(x, y):
-    """Debiased: HSIC_1 of Song et al. 2012 in all three places."""
+    """Compute the debiased CKA, with HSIC_1 of Song et al. 2012 in all three terms."""
 
     def hsic(k, m):
         k, m, size = k - np.diag(np.diag(k)), m - np.diag(np.diag(m)), len(k)
@@ -65,13 +65,13 @@ def alignment(x, y):
 
 
 def spread(count, length):
-    """At most `count` places of a row, both ends among them."""
+    """Return at most `count` evenly spread positions of a row, with both ends."""
     if count >= length:
         return list(range(length))
     return sorted({round(index * (length - 1) / (count - 1)) for index in range(count)})
 
 
-def test_cosines_are_those_of_each_prompt_averaged_over_prompts(records, states):
+def test_cosines_are_averaged_over_prompts(records, states):
     every = range(BLOCKS + 1)
     for mode, layer, other in itertools.product(("token", "flattened"), every, every):
         values = np.array([cosine(prompt[layer], prompt[other], mode) for prompt in states])
@@ -81,7 +81,7 @@ def test_cosines_are_those_of_each_prompt_averaged_over_prompts(records, states)
         assert record.stderr == pytest.approx(values.std(ddof=1) / math.sqrt(8), rel=1e-6, abs=1e-9)
 
 
-def test_the_alignment_is_that_of_the_tokens_of_all_prompts_together(model, records, states):
+def test_cka_uses_the_tokens_of_all_prompts_together(model, records, states):
     rows = np.concatenate(states, axis=1)
     for layer in range(BLOCKS + 1):
         for other in range(BLOCKS + 1):
@@ -94,36 +94,36 @@ def test_the_alignment_is_that_of_the_tokens_of_all_prompts_together(model, reco
     assert few["layer_cka", 1, 3].tags["num_rows"] == rows.shape[1] == 24
 
 
-def test_first_tokens_that_are_dropped_are_in_no_similarity_and_conventions_are_told(model):
+def test_dropped_first_tokens_enter_no_similarity_and_conventions_are_tagged(model):
     found = run(model, *BATCHES, drop_first=1, states="hf")
     states = states_of_each_prompt(model, BATCHES, final_norm=True)
     rows = np.concatenate([prompt[:, 1:] for prompt in states], axis=1)
-    told = ("drop_first", 1), ("states", "hf")
-    record = found["layer_cka", 0, 4, *told]
+    tags = ("drop_first", 1), ("states", "hf")
+    record = found["layer_cka", 0, 4, *tags]
     assert record.value == pytest.approx(alignment(rows[0], rows[4]), rel=1e-9)
     assert record.tags["num_rows"] == rows.shape[1]
     values = [cosine(prompt[1][1:], prompt[4][1:], "flattened") for prompt in states]
-    record = found["layer_cosine", 1, 4, *sorted((*told, ("mode", "flattened")))]
+    record = found["layer_cosine", 1, 4, *sorted((*tags, ("mode", "flattened")))]
     assert record.value == pytest.approx(np.mean(values), rel=1e-9)
 
 
-def test_stages_are_those_of_the_layers_behind_the_embedding(records):
+def test_stages_are_those_of_the_layers_after_the_embedding(records):
     for of, mode in (("layer_cosine", "token"), ("layer_cosine", "flattened"), ("layer_cka", None)):
         tags = (("mode", mode),) if mode else ()
         layers = range(1, BLOCKS + 1)
         matrix = torch.tensor([[records[of, layer, other, *tags].value for other in layers] for layer in layers])
         expected = layer_stages(matrix)
-        place = (None, None, *sorted((*tags, ("of", of))))
-        sizes = [records[name, *place].value for name in ("num_beginning", "num_middle", "num_ending")]
+        rest = (None, None, *sorted((*tags, ("of", of))))
+        sizes = [records[name, *rest].value for name in ("num_beginning", "num_middle", "num_ending")]
         assert sizes == list(expected[:3])
         assert sum(sizes) == BLOCKS
-        assert records["block_contrast", *place].value == pytest.approx(expected.contrast, rel=1e-6, abs=1e-9)
-        assert records["num_middle", *place].n == 8
+        assert records["block_contrast", *rest].value == pytest.approx(expected.contrast, rel=1e-6, abs=1e-9)
+        assert records["num_middle", *rest].n == 8
 
 
-def test_blocks_that_hardly_change_anything_are_the_middle():
+def test_blocks_that_change_nothing_are_the_middle():
     model = tiny("gpt2", torch.float64, n_layer=7)
-    for number in (3, 4, 5, 6):  # layers 2 to 6 are one, layer 1 comes before a large step, layer 7 behind one
+    for number in (3, 4, 5, 6):  # layers 2 to 6 are equal; layers 1 and 7 differ from them by large steps
         block = model.transformer.h[number - 1]
         for module in (block.attn.c_proj, block.mlp.c_proj):
             module.weight.data.zero_()
@@ -138,7 +138,7 @@ def test_blocks_that_hardly_change_anything_are_the_middle():
     assert found["layer_cosine", 2, 6, ("mode", "token")].value == pytest.approx(1, abs=1e-12)
 
 
-def test_prompts_of_which_nothing_is_left_count_for_nothing(model, states):
+def test_prompts_without_remaining_tokens_change_nothing(model, states):
     lone = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[1, 0]])}
     assert run(model, *BATCHES, lone, drop_first=1) == run(model, *BATCHES, drop_first=1)
     with pytest.raises(InputError, match="^layer_similarity: layer_cka needs 4 rows or more, got 0"):

@@ -40,8 +40,8 @@ def softmax(logits):
     return shares / shares.sum(-1, keepdims=True)
 
 
-def by_prompt(model):
-    """Per layer and prompt the losses, hits and divergences of its tokens, read with the model's own modules."""
+def prompt_scores(model):
+    """Return losses, hits and divergences of the tokens per prompt and layer, from the modules of the model."""
     found = []
     for ids, states in zip(prompts_of(BATCHES), states_of_each_prompt(model, BATCHES), strict=True):
         with torch.no_grad():
@@ -56,9 +56,9 @@ def by_prompt(model):
     return found
 
 
-def test_every_record_is_the_mean_over_the_predicted_tokens_of_the_model_s_own_readout(model):
+def test_every_record_is_the_mean_of_the_models_readout_over_predicted_tokens(model):
     records = run(model, *BATCHES)
-    prompts = by_prompt(model)
+    prompts = prompt_scores(model)
     assert set(records) == {(metric, layer) for metric in METRICS for layer in range(LAYERS + 1)}
     for layer in range(LAYERS + 1):
         losses, hits, divergences = (np.concatenate([p[kind][layer] for p in prompts]) for kind in range(3))
@@ -74,8 +74,8 @@ def test_every_record_is_the_mean_over_the_predicted_tokens_of_the_model_s_own_r
             assert record.tags == {"num_tokens": len(losses)}
 
 
-def test_intervals_are_over_prompts_not_tokens(model):
-    records, prompts = run(model, *BATCHES), by_prompt(model)
+def test_intervals_are_over_prompts_and_not_over_tokens(model):
+    records, prompts = run(model, *BATCHES), prompt_scores(model)
     losses = [p[0][1] for p in prompts]
     counts = np.array([len(row) for row in losses], dtype=float)
     mean = np.concatenate(losses).mean()
@@ -100,7 +100,7 @@ def test_the_size_of_the_chunks_changes_nothing(model, kind, monkeypatch):
     assert max(sizes) == 3
 
 
-def test_uniform_logits_have_a_perplexity_of_the_vocabulary_s_size_and_their_first_token_is_the_answer():
+def test_uniform_logits_have_the_vocabulary_size_as_perplexity_and_predict_token_0():
     model = tiny("gpt2", torch.float64, tie_word_embeddings=False)
     model.lm_head.weight.data.zero_()
     records = run(model, {"input_ids": torch.tensor([[5, 0, 3, 0, 0, 8]])})
@@ -140,7 +140,7 @@ CLASSIFIERS = {
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_head_that_classifies_is_compared_over_prompts_or_real_tokens_and_with_the_labels_there_are(name):
+def test_a_classifier_is_compared_over_prompts_or_real_tokens_and_with_available_labels(name):
     model, per_token = tiny(name, torch.float64), name == "bert_tagger"
     bare, batch = tiny_batch(name, batch=5), tiny_batch(name, batch=30, padding="right", seed=9)
     without = run(model, bare)
@@ -152,10 +152,10 @@ def test_a_head_that_classifies_is_compared_over_prompts_or_real_tokens_and_with
     records = run(model, bare, batch | {"labels": labels})
     with torch.no_grad():
         hidden = LayeredModel(model).trajectory(batch).hidden
-        of_layers = [CLASSIFIERS[name](model, state)[real].log_softmax(-1) for state in hidden]
-    final = of_layers[-1]
-    assert (final.argmax(-1)[~labelled] == 0).any(), "which is no hit, as there is no label"
-    for layer, log_proba in enumerate(of_layers):
+        layer_scores = [CLASSIFIERS[name](model, state)[real].log_softmax(-1) for state in hidden]
+    final = layer_scores[-1]
+    assert (final.argmax(-1)[~labelled] == 0).any(), "which is no hit without a label"
+    for layer, log_proba in enumerate(layer_scores):
         loss = records["logit_lens_loss", layer]
         expected = torch.nn.functional.nll_loss(log_proba, labels[real]).item()
         assert loss.value == pytest.approx(expected, rel=1e-10)
@@ -171,8 +171,8 @@ def test_a_head_that_classifies_is_compared_over_prompts_or_real_tokens_and_with
 
 
 @pytest.mark.parametrize(("name", "padding"), [("gpt2", "left"), ("llama", "right")])
-def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the_padding(name, padding):
-    """The head of transformers' decoders that classify, applied by hand to each text alone; 0 is its padding token."""
+def test_a_head_on_the_last_token_reads_every_layer_there_for_any_padding(name, padding):
+    """Compare with the head of transformers' decoder classifiers on each single text; 0 is its padding token."""
     torch.manual_seed(3)
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": VOCAB}
     config = AutoConfig.for_model(name, **sizes, num_labels=5, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -190,16 +190,16 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
     norm = model.transformer.ln_f if name == "gpt2" else model.model.norm
     losses, lost = torch.zeros(LAYERS + 1), torch.zeros(LAYERS)
     for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"].bool(), labels, strict=True):
-        alone = view.trajectory({"input_ids": ids[mask][None]})
+        single = view.trajectory({"input_ids": ids[mask][None]})
         with torch.no_grad():
-            scores = model.score(norm(alone.hidden[:, 0, -1])).log_softmax(-1)
+            scores = model.score(norm(single.hidden[:, 0, -1])).log_softmax(-1)
             own = model(input_ids=ids[mask][None]).logits[0].log_softmax(-1)
-            np.testing.assert_allclose(scores[-1], own, atol=1e-6)  # of rotary tables in float32
+            np.testing.assert_allclose(scores[-1], own, atol=1e-6)  # rotary tables are float32
             losses -= scores[:, label] / 6
             for block in range(1, LAYERS + 1):
-                state = alone.hidden[0]
+                state = single.hidden[0]
                 for layer in range(1, LAYERS + 1):
-                    state = state if layer == block else alone.block(layer)(state)
+                    state = state if layer == block else single.block(layer)(state)
                 lost[block - 1] -= model.score(norm(state[0, -1])).log_softmax(-1)[label] / 6
     for layer in range(LAYERS + 1):
         assert records["logit_lens_loss", layer].value == pytest.approx(losses[layer].item(), abs=2e-6)
@@ -208,10 +208,10 @@ def test_a_head_on_the_last_token_of_a_text_reads_every_layer_there_whatever_the
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma3"])
-def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_layers(name):
-    """The head takes the last token of another number, as the model's own call does.
+def test_a_text_that_ends_in_the_padding_id_is_read_at_one_token_at_all_layers(name):
+    """The head reads the last token with another id, as the model's own call does.
 
-    Of models of images and texts the part of the config for texts says that number, and nothing else does.
+    Only the text config holds that id in models of images and texts.
     """
     config: Any = tiny_config(name, num_labels=3)
     getattr(config, "text_config", config).pad_token_id = 0
@@ -238,13 +238,13 @@ def test_a_text_that_ends_in_the_number_of_padding_is_read_at_one_token_at_all_l
         ("vit", torch.tensor([0, 7, 1]), "expected labels of 7 classes, got 7"),
     ],
 )
-def test_a_model_without_a_head_and_labels_that_do_not_fit_are_refused(name, labels, message):
+def test_models_without_a_head_and_invalid_labels_are_refused(name, labels, message):
     batch = tiny_batch(name) | ({} if labels is None else {"labels": labels})
     with pytest.raises(InputError, match=f"^lens: {message}"):
         run(tiny(name), batch)
 
 
-def test_a_ratio_weighs_every_token_alike_and_its_error_is_that_of_resampled_prompts():
+def test_a_ratio_weights_tokens_equally_and_has_the_error_of_resampled_prompts():
     generator = torch.Generator().manual_seed(0)
     counts = torch.randint(1, 30, (300,), generator=generator)
     sums = counts * (2 + torch.randn(300, generator=generator, dtype=torch.float64))

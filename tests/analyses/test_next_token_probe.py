@@ -1,4 +1,4 @@
-"""The next-token probe against scikit-learn on states caught by hooks, and its protocol row by row."""
+"""The next-token probe against scikit-learn on captured states, and its choice of rows."""
 
 import math
 from collections import Counter
@@ -35,22 +35,22 @@ CONTEXT = 4
 
 
 def texts(count, seed, *, longest=12, shortest=3):
-    """Texts of different lengths; low tokens are frequent."""
+    """Return texts of different lengths in which low token ids are frequent."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (count,), generator=generator).tolist()
     return [3 + (torch.rand(length, generator=generator) ** 4 * (VOCAB - 3)).long() for length in lengths]
 
 
 def batches(rows, padding="right", size=7, junk=50):
-    """The texts in padded batches, with junk in the padding."""
+    """Return the texts in padded batches, with arbitrary ids as padding."""
     found = []
     for start in range(0, len(rows), size):
         chunk = rows[start : start + size]
         width = max(map(len, chunk))
         ids, mask = torch.full((len(chunk), width), junk), torch.zeros(len(chunk), width, dtype=torch.long)
         for index, row in enumerate(chunk):
-            place = slice(0, len(row)) if padding == "right" else slice(width - len(row), width)
-            ids[index, place], mask[index, place] = row, 1
+            position = slice(0, len(row)) if padding == "right" else slice(width - len(row), width)
+            ids[index, position], mask[index, position] = row, 1
         found.append({"input_ids": ids, "attention_mask": mask})
     return Listed(*found)
 
@@ -78,22 +78,22 @@ def split():
 
 
 def rows_of(model, split, per_text):
-    """States (layers + 1, rows, dim), targets, logits and text of each row, every text seen whole and alone."""
+    """Return states (layers + 1, rows, dim), targets, logits and text index of each row, from whole single texts."""
     states, targets, logits, owner = [], [], [], []
     drawn = draw_rows(split, min_context=CONTEXT, per_text=per_text)
     for index, (text, prompt) in enumerate(
         zip(split, states_of_each_prompt(model, [{"input_ids": text[None]} for text in split]), strict=True)
     ):
-        for place in drawn.position[drawn.text == index].tolist():
-            states.append(prompt[:, place])
-            targets.append(int(text[place + 1]))
-            logits.append(model(input_ids=text[None]).logits[0, place].detach().numpy())
+        for position in drawn.position[drawn.text == index].tolist():
+            states.append(prompt[:, position])
+            targets.append(int(text[position + 1]))
+            logits.append(model(input_ids=text[None]).logits[0, position].detach().numpy())
             owner.append(index)
     return np.stack(states, axis=1), np.array(targets), np.stack(logits), np.array(owner)
 
 
 @pytest.mark.parametrize("per_text", [1, pytest.param(3, marks=pytest.mark.soak)])
-def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(model, split, per_text):
+def test_every_record_equals_that_of_scikit_learn_on_states_of_the_running_model(model, split, per_text):
     train, test = split
     train_states, train_targets, _, _ = rows_of(model, train, per_text)
     test_states, targets, logits, _ = rows_of(model, test, per_text)
@@ -141,11 +141,11 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     closed = torch.from_numpy(logits[:, classes]).log_softmax(-1).numpy()
     at_target = np.array([row[classes.index(t)] if t in classes else np.nan for row, t in zip(closed, targets)])  # noqa: B905
     reference("lm_head_closed", np.array(classes)[closed.argmax(1)], at_target)
-    assert {key[0] for key in records} == {"macro_f1"}  # of the references
+    assert {key[0] for key in records} == {"macro_f1"}  # only those of references are left
 
 
 @pytest.mark.soak
-def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, split):
+def test_the_watching_probe_is_fitted_to_the_states_and_reports_its_c(model, split):
     states, targets, _, _ = rows_of(model, split[0], 1)
     test_states, test_targets, _, _ = rows_of(model, split[1], 1)
     classes = most_frequent(torch.from_numpy(targets), 6)
@@ -169,7 +169,7 @@ def test_the_probe_for_watching_is_that_of_the_states_and_says_its_c(model, spli
 
 
 @pytest.mark.soak
-def test_rows_of_one_text_or_document_are_held_out_together_where_none_is_a_fold_of_its_own(model, split, monkeypatch):
+def test_rows_of_one_text_or_document_are_held_out_together_unless_one_exceeds_a_fold(model, split, monkeypatch):
     groups_of = []
 
     def spy(features, labellings, *, groups, **options):
@@ -183,20 +183,20 @@ def test_rows_of_one_text_or_document_are_held_out_together_where_none_is_a_fold
 
     monkeypatch.setattr(probe_fits, "fit_watching_probes", spy)
     assert largest_group(positions_per_sequence=2) == 2
-    of_documents = {}
-    for count in (1, 10, 100):  # of 150 texts; of 100 a document has more than a fifth
+    largest = {}
+    for count in (1, 10, 100):  # of 150 texts; a document of 100 exceeds a fifth
         monkeypatch.setattr(Listed, "origins", lambda self, count=count: torch.arange(150) // count)
-        of_documents[count] = largest_group()
-    assert of_documents[1] == of_documents[100] == 1
-    assert 5 < of_documents[10] <= 10
+        largest[count] = largest_group()
+    assert largest[1] == largest[100] == 1
+    assert 5 < largest[10] <= 10
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "per_text"), [("gpt2", 1), ("bert", 2)])
-def test_nothing_behind_a_row_s_position_reaches_the_model(split, name, per_text):
+def test_tokens_after_the_target_of_a_row_do_not_matter(split, name, per_text):
     train, test = split
     drawn = draw_rows(test, min_context=CONTEXT, per_text=per_text)
-    last = {int(text): int(place) for text, place in zip(drawn.text, drawn.position, strict=True)}
+    last = {int(text): int(position) for text, position in zip(drawn.text, drawn.position, strict=True)}
     changed = [
         torch.cat([text[: last[i] + 2], (text[last[i] + 2 :] + 1) % VOCAB]) if i in last else text
         for i, text in enumerate(test)
@@ -209,33 +209,33 @@ def test_nothing_behind_a_row_s_position_reaches_the_model(split, name, per_text
     assert (("accuracy", None, ("reference", "lm_head")) in first) == (name == "gpt2")
 
 
-def test_every_row_s_states_are_those_of_its_own_context_alone():
-    """Of an encoder, which sees what follows."""
+def test_the_states_of_a_row_depend_only_on_its_context():
+    """An encoder would otherwise read the tokens that follow."""
     rows = draw_rows(texts(20, seed=3), min_context=CONTEXT, per_text=3)
     view = LayeredModel(tiny("bert", torch.float64))
     states, _ = _states(view, rows, None, max_tokens=30, together=view.predicts_next_token)
-    for row, (text, place) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
-        alone = view.trajectory({"input_ids": rows.texts[text][None, : place + 1]}).hidden[:, 0, -1]
-        torch.testing.assert_close(states[:, row], alone, atol=1e-10, rtol=1e-10)
+    for row, (text, position) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
+        single = view.trajectory({"input_ids": rows.texts[text][None, : position + 1]}).hidden[:, 0, -1]
+        torch.testing.assert_close(states[:, row], single, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_passes_hold_every_row_once_and_no_more_tokens_than_allowed(together):
     rows = draw_rows(texts(40, seed=3), min_context=CONTEXT, per_text=3)
     seen = []
-    for part in passes(rows, max_tokens=30, together=together):
-        assert part.input_ids.numel() <= 30
-        for row, context, place in zip(part.row.tolist(), part.context, part.position, strict=True):
+    for batch in passes(rows, max_tokens=30, together=together):
+        assert batch.input_ids.numel() <= 30
+        for row, context, position in zip(batch.row.tolist(), batch.context, batch.position, strict=True):
             seen.append(row)
-            assert place == rows.position[row]
-            assert torch.equal(part.input_ids[context, : place + 1], rows.texts[rows.text[row]][: place + 1])
+            assert position == rows.position[row]
+            assert torch.equal(batch.input_ids[context, : position + 1], rows.texts[rows.text[row]][: position + 1])
     assert sorted(seen) == list(range(len(rows)))
 
 
-def test_positions_are_uniform_over_those_with_context_and_a_next_token_and_all_different():
+def test_positions_are_distinct_and_uniform_over_those_with_context_and_next_token():
     drawn = draw_rows([torch.arange(10)] * 3000, min_context=4, seed=0)
     counts = Counter(drawn.position.tolist())
-    assert sorted(counts) == [3, 4, 5, 6, 7, 8]  # 3 is the 4th token, 9 has none behind it
+    assert sorted(counts) == [3, 4, 5, 6, 7, 8]  # 3 is the 4th token, 9 has no next token
     assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 20.5  # chi-square, 5 degrees, p = 0.001
     assert torch.equal(drawn.targets, drawn.position + 1)
     several = draw_rows([torch.arange(5), torch.arange(7), torch.arange(30)], min_context=4, per_text=3)
@@ -244,10 +244,10 @@ def test_positions_are_uniform_over_those_with_context_and_a_next_token_and_all_
     assert len({*several.position[4:].tolist()} & {*range(3, 29)}) == 3
 
 
-def test_a_position_depends_on_the_seed_and_the_index_of_its_text_only():
+def test_a_position_depends_only_on_the_seed_and_the_index_of_its_text():
     group = texts(30, seed=5, shortest=8)
     drawn = draw_rows(group, min_context=CONTEXT, seed=3)
-    others = [*group[:12], *texts(17, seed=6), group[29]]  # as many texts, others between
+    others = [*group[:12], *texts(17, seed=6), group[29]]  # the same number of texts, with others between
     again = draw_rows(others, min_context=CONTEXT, seed=3)
     same = [*range(12), 29]
     assert [again.position[again.text == i].tolist() for i in same] == [
@@ -258,7 +258,7 @@ def test_a_position_depends_on_the_seed_and_the_index_of_its_text_only():
     assert without.position.tolist() == [int(p) for i, p in enumerate(drawn.position) if i not in (0, 7)]
 
 
-def test_classes_are_the_most_frequent_tokens_and_of_equals_the_lower():
+def test_classes_are_the_most_frequent_tokens_and_the_lower_id_wins_ties():
     targets = torch.tensor([9, 9, 4, 4, 7, 2, 2, 2, 8])
     assert most_frequent(targets, 4).tolist() == [2, 4, 9, 7]
     assert most_frequent(targets, 100).tolist() == [2, 4, 9, 7, 8]
@@ -279,7 +279,7 @@ def test_a_training_text_that_is_a_test_text_is_left_out_and_counted(model, spli
     assert coverage.n == sum(len(text) > CONTEXT for text in test)
 
 
-def test_shares_have_wilson_s_interval_losses_a_bootstrap_over_test_rows_and_values_stand_at_their_texts(model, split):
+def test_shares_have_wilson_and_losses_bootstrap_intervals_and_values_follow_the_texts(model, split):
     records = run(model, *split)
     for key in (("accuracy", 2), ("coverage", None), ("accuracy_all", None, ("reference", "lm_head"))):
         record = records[key]
@@ -295,12 +295,12 @@ def test_shares_have_wilson_s_interval_losses_a_bootstrap_over_test_rows_and_val
     assert np.isfinite(loss.by_prompt).nonzero()[0].tolist() == sorted(test.text[covered].tolist())
     assert np.nanmean(loss.by_prompt.astype(np.float64)) == pytest.approx(loss.value, rel=1e-5)
     every = run(model, *split, num_classes=1000, max_iterations=5)["coverage", None]
-    assert every.tags["num_classes"] == len(train.targets.unique()) > 10, "fewer classes than asked for"
+    assert every.tags["num_classes"] == len(train.targets.unique()) > 10, "fewer classes than requested"
     assert every.tags["num_train_rows"] == len(train)
 
 
 @pytest.mark.soak
-def test_with_several_rows_a_text_intervals_are_a_bootstrap_over_texts(model, split):
+def test_intervals_are_a_bootstrap_over_texts_if_a_text_has_several_rows(model, split):
     train, test = split
     record = run(model, train, test, positions_per_sequence=3)["coverage", None]
     drawn = draw_rows(test, min_context=CONTEXT, per_text=3)
@@ -318,7 +318,7 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
     model = tiny("gpt2", torch.bfloat16)
     given = analysis(*split, tolerance=1e-6)
     expected = records_of(given, LayeredModel(tiny("gpt2", torch.bfloat16).float()))
-    check_records(records_of(given, model), expected)  # its float32 copy lies elsewhere in memory
+    check_records(records_of(given, model), expected)  # its float32 copy may round differently
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
@@ -336,6 +336,6 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_sentence(model, train, test, message):
+def test_texts_without_usable_rows_are_refused_in_one_sentence(model, train, test, message):
     with pytest.raises(InputError, match=f"^next_token_probe: .*{message}"):
         analysis(train, test).check(LayeredModel(model))

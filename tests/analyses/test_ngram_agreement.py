@@ -1,4 +1,4 @@
-"""Each layer's readout against n-grams counted in plain Python, and a model that is a bigram table by hand."""
+"""The readout of each layer against n-grams counted in plain Python, and a hand-built bigram model."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -19,7 +19,7 @@ from tests.support.tiny_models import LAYERS, tiny
 CORPUS = Listed({"input_ids": torch.randint(3, 61, (60, 60), generator=torch.Generator().manual_seed(5))})
 
 
-def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram_of_the_next_of_them():
+def test_layers_are_compared_at_evenly_spread_tokens_and_chance_uses_the_ngram_of_the_next_one():
     model: Any = tiny("gpt2", torch.float64)
     analysis = NgramAgreement(batches=Listed(*BATCHES[:2]), corpus=CORPUS, num_tokens=4)
     found = {(record.metric, record.layer, record.tags["order"]): record for record in records_of(analysis, model)}
@@ -34,15 +34,15 @@ def test_every_layer_is_compared_at_tokens_evenly_spread_and_chance_is_the_ngram
         for ids, prompt in zip(prompts_of(BATCHES[:2]), states, strict=True):
             logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(prompt[layer])))
             log_proba = logits.log_softmax(-1).detach().numpy()
-            places = [1 + round(i * (len(ids) - 2) / 3) for i in range(4)]  # every prompt has more than four
-            contexts = {place: tuple(ids[place + 2 - order : place + 1].tolist()) for place in places}
-            counted = [place for place in places if contexts[place] in counts]
-            missing += len(places) - len(counted)
+            positions = [1 + round(i * (len(ids) - 2) / 3) for i in range(4)]  # every prompt has more than four tokens
+            contexts = {index: tuple(ids[index + 2 - order : index + 1].tolist()) for index in positions}
+            counted = [index for index in positions if contexts[index] in counts]
+            missing += len(positions) - len(counted)
             pairs = list(zip(counted, counted[1:] + counted[:1], strict=True))
             if pairs:
-                agreement.append(np.mean([kl(counts[contexts[place]], log_proba[place]) for place in counted]))
+                agreement.append(np.mean([kl(counts[contexts[index]], log_proba[index]) for index in counted]))
             if len(pairs) > 1:
-                chance.append(np.mean([kl(counts[contexts[other]], log_proba[place]) for place, other in pairs]))
+                chance.append(np.mean([kl(counts[contexts[other]], log_proba[index]) for index, other in pairs]))
         record = found["ngram_divergence", layer, order]
         assert (record.value, record.n) == (pytest.approx(np.mean(agreement), rel=1e-9), len(agreement))
         assert record.tags.get("num_undefined_tokens", 0) == missing
@@ -57,15 +57,15 @@ def kl(counts: Counter[int], log_proba: np.ndarray) -> float:
     return sum(n / total * (np.log(n / total) - log_proba[token]) for token, n in counts.items())
 
 
-def test_where_one_token_of_a_prompt_is_counted_there_is_no_chance():
-    """Its own n-gram is not that of another token: chance would be as good as the agreement."""
+def test_a_prompt_with_one_counted_token_has_no_chance_value():
+    """Chance needs the n-gram of another token; with its own it would equal the agreement."""
     analysis = NgramAgreement(batches=Listed({"input_ids": torch.tensor([[5, 9]])}), corpus=CORPUS, orders=(2,))
     found = [record for record in records_of(analysis, tiny("gpt2")) if record.layer == 1]
     assert [record.metric for record in found if record.value == record.value] == ["ngram_divergence"]
 
 
-def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigrams_and_other_tokens():
-    """Each token is followed by the next one of the vocabulary, whatever was before."""
+def test_a_bigram_model_is_near_its_bigrams_and_far_from_unigrams_and_chance():
+    """The next token is always the next id of the vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ids = (torch.arange(40)[None] + torch.arange(10)[:, None]) % 12
@@ -85,7 +85,7 @@ def test_a_model_that_is_a_bigram_table_is_near_its_bigrams_and_far_from_unigram
     assert found["random_ngram_divergence", 2] > 10
 
 
-def test_a_corpus_of_other_tokens_and_orders_that_are_not_counted_are_refused():
+def test_a_corpus_of_unknown_tokens_or_short_texts_and_unknown_orders_are_refused():
     view, batches = LayeredModel(tiny("gpt2")), Listed(*BATCHES[:2])
     with pytest.raises(InputError, match="GPT2LMHeadModel knows 61 tokens, got token 99"):
         records_of(NgramAgreement(batches=batches, corpus=Listed({"input_ids": torch.full((1, 5), 99)})), view)

@@ -1,7 +1,6 @@
-"""The analyses on a distilled DeiT, two tokens before its patches and drop-path, against float64 by plain formulas.
+"""Analyses of a distilled DeiT with drop-path and two tokens before its patches, against formulas in float64.
 
-What each of them does with the states of text is tested where it is at home; here that images give the states, tokens
-and labels that they should.
+The file of each analysis tests it on texts. These tests check the states, tokens and labels of images.
 """
 
 import itertools
@@ -35,39 +34,39 @@ def states(model, batch):
     return states_of_each_image(model, batch["pixel_values"])
 
 
-def found(analysis, model):
-    """The records by metric, layer and what their tags say."""
+def keyed_records(analysis, model):
+    """Return the records by metric, layer and the values of their tags."""
     return {
         (r.metric, r.layer, *(v for k, v in sorted(r.tags.items()) if not k.startswith("num_"))): r
         for r in records_of(analysis, model)
     }
 
 
-def test_the_lens_reads_every_layer_with_both_heads_against_the_labels(model, batch, states):
-    records = found(Lens(batches=Listed(batch)), model)
+def test_the_lens_reads_every_layer_with_both_heads_and_compares_with_labels(model, batch, states):
+    records = keyed_records(Lens(batches=Listed(batch)), model)
     labels = batch["labels"]
 
     def log_proba(hidden):
-        """The mean of what both heads make of their own token, as the class of timm does."""
+        """Average the logits of both heads on their own tokens, as timm does."""
         normed = torch.nn.functional.layer_norm(hidden, (DIM,), model.norm.weight, model.norm.bias, model.norm.eps)
         logits = (model.head(normed[:, 0]) + model.head_dist(normed[:, 1])) / 2
         return logits.log_softmax(-1)
 
     with torch.no_grad():
         own = torch.nn.functional.cross_entropy(model.eval()(batch["pixel_values"].double()), labels).item()
-        of_layers = [log_proba(torch.tensor(np.stack(layer))) for layer in zip(*states, strict=True)]
+        layer_scores = [log_proba(torch.tensor(np.stack(layer))) for layer in zip(*states, strict=True)]
     model.train()
     assert records["logit_lens_loss", LAYERS].value == pytest.approx(own, rel=1e-10)
-    for layer, scores in enumerate(of_layers):
+    for layer, scores in enumerate(layer_scores):
         assert scores.shape == (3, CLASSES)
         loss, accuracy = records["logit_lens_loss", layer], records["logit_lens_accuracy", layer]
         assert loss.value == pytest.approx(-scores[range(3), labels].mean().item(), rel=1e-9)
         assert accuracy.value == (scores.argmax(1) == labels).double().mean()
-        divergence = (of_layers[-1].exp() * (of_layers[-1] - scores)).sum(1).mean().item()
+        divergence = (layer_scores[-1].exp() * (layer_scores[-1] - scores)).sum(1).mean().item()
         assert records["kl_to_final", layer].value == pytest.approx(divergence, rel=1e-9, abs=1e-12)
 
 
-def test_the_preset_for_images_is_the_last_patch_of_the_first_image_without_the_final_norm(batch):
+def test_the_released_preset_uses_the_last_patch_of_the_first_image_without_the_final_norm(batch):
     wide = distilled(embed_dim=DIM * 2, depth=2)
     given = Coupling(batches=Listed(batch), preset="released_code")
     given.check(LayeredModel(wide))
@@ -88,7 +87,7 @@ def test_the_preset_for_images_is_the_last_patch_of_the_first_image_without_the_
         Coupling(batches=Listed(batch), preset="released_code", token="cls").check(LayeredModel(wide))
 
 
-def test_an_image_model_without_a_class_token_has_no_coupling_there(batch):
+def test_an_image_model_without_a_class_token_refuses_coupling_at_it(batch):
     view = LayeredModel(tiny("vit_average"))
     given = Coupling(batches=Listed(batch), k=(5,), token="cls")
     for call in (given.check, lambda view: records_of(given, view)):

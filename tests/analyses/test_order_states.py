@@ -1,4 +1,4 @@
-"""States inside a changed order against states by hand: blocks called one after the other, cosines in numpy."""
+"""States inside changed orders against blocks called one by one, with cosines in numpy."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
 BLOCKS = 6
-# What runs before the blocks behind the middle, and the layer that these are used to.
+# The blocks that run before the ending blocks, and the layer whose state these normally receive.
 BEFORE = {
     ("baseline", None): ([1, 2, 3, 4, 5, 6], 6),
     ("skip", 3): ([1, 2], 5),
@@ -33,8 +33,8 @@ def run(model, *batches, **options):
     return {(r.metric, r.tags["variant"], r.tags.get("middle"), r.tags.get("loops")): r for r in records}
 
 
-def by_hand(model, batch, order, layer, drop_first=0):
-    """Cosines and ratios of norms, a mean for each prompt."""
+def prompt_means(model, batch, order, layer, drop_first=0):
+    """Return the mean cosine and the mean ratio of norms of each prompt."""
     view = LayeredModel(model)
     trajectory = view.trajectory(batch)
     state = trajectory.hidden[0]
@@ -43,17 +43,17 @@ def by_hand(model, batch, order, layer, drop_first=0):
             state = trajectory.block(number)(state)
     found = []
     for x, y, real in zip(state.numpy(), trajectory.hidden[layer].numpy(), trajectory.mask.numpy(), strict=True):
-        pairs = [(a, b) for a, b, here in zip(x, y, real, strict=True) if here][drop_first:]
+        pairs = [(a, b) for a, b, is_real in zip(x, y, real, strict=True) if is_real][drop_first:]
         cosines = [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in pairs]
         ratios = [np.sqrt((a @ a) / (b @ b)) for a, b in pairs]
         found.append((np.mean(cosines), np.mean(ratios)))
     return found
 
 
-def test_what_the_blocks_behind_the_middle_are_given_is_that_of_blocks_run_by_hand(model):
+def test_the_input_of_the_ending_blocks_equals_that_of_blocks_called_one_by_one(model):
     found = run(model, *BATCHES, variants=("skip", "middle_repeat", "reverse"), middles=(3, 5))
     for (variant, middle), (order, layer) in BEFORE.items():
-        prompts = [pair for batch in BATCHES for pair in by_hand(model, batch, order, layer)]
+        prompts = [pair for batch in BATCHES for pair in prompt_means(model, batch, order, layer)]
         for metric, values in zip(("cosine", "norm_ratio"), zip(*prompts, strict=True), strict=True):
             record = found[f"ending_input_{metric}", variant, middle, None]
             assert record.value == pytest.approx(np.mean(values), abs=1e-9)
@@ -62,21 +62,21 @@ def test_what_the_blocks_behind_the_middle_are_given_is_that_of_blocks_run_by_ha
     assert found["ending_input_cosine", "skip", 3, None].value < 0.999
 
 
-def test_random_orders_are_one_number_and_each_count_of_loops_another(model):
+def test_random_orders_give_one_number_and_each_number_of_loops_its_own(model):
     found = run(model, *BATCHES, variants=("random", "looped_parallel"), middles=(3,), seeds=(0, 1), loops=(2, 3))
     keys = {key[1:] for key in found}
     assert keys == {("baseline", None, None), ("random", 3, None), ("looped_parallel", 3, 2), ("looped_parallel", 3, 3)}
-    of = "ending_input_cosine", "random", 3, None
-    single = [run(model, *BATCHES, variants=("random",), middles=(3,), seeds=(seed,))[of] for seed in (0, 1)]
-    both = found[of]
+    key = "ending_input_cosine", "random", 3, None
+    single = [run(model, *BATCHES, variants=("random",), middles=(3,), seeds=(seed,))[key] for seed in (0, 1)]
+    both = found[key]
     assert both.value == pytest.approx(np.mean([each.value for each in single]))
     assert both.tags == {"variant": "random", "middle": 3, "num_seeds": 2}
 
 
-def test_first_tokens_are_left_out_where_asked_for(model):
+def test_first_tokens_are_left_out_on_request(model):
     found = run(model, *BATCHES, variants=("skip",), middles=(3,), drop_first=1)["ending_input_cosine", "skip", 3, None]
     order, layer = BEFORE["skip", 3]
-    expected = [cosine for batch in BATCHES for cosine, _ in by_hand(model, batch, order, layer, drop_first=1)]
+    expected = [cosine for batch in BATCHES for cosine, _ in prompt_means(model, batch, order, layer, drop_first=1)]
     assert found.value == pytest.approx(np.mean(expected), abs=1e-9)
     assert found.tags["drop_first"] == 1
 
@@ -88,6 +88,6 @@ def test_first_tokens_are_left_out_where_asked_for(model):
         ({"middles": (2,)}, "of 6 blocks the middle has 1, 3, 5 blocks, got 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(model, options, sentence):
+def test_unknown_variants_and_middles_are_refused(model, options, sentence):
     with pytest.raises(InputError, match=sentence):
         run(model, *BATCHES, **options)

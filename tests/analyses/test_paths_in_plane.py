@@ -28,8 +28,8 @@ def run(model, *batches, **options):
     return dict(zip(keys, records, strict=True))
 
 
-def by_covariance(states, drop_first=1):
-    """Places (layers + 1, tokens, 2) and the share of variance along each axis."""
+def covariance_paths(states, drop_first=1):
+    """Return points (layers + 1, tokens, 2) and the share of variance along each axis."""
     states = states[:, drop_first:]
     values, vectors = np.linalg.eigh(np.cov(states[-1].T, bias=True))
     axes = vectors[:, [-1, -2]]
@@ -38,14 +38,14 @@ def by_covariance(states, drop_first=1):
 
 
 def check(records, prompts, drop_first=1):
-    expected = [by_covariance(states, drop_first) for states in prompts]
-    for prompt, (places, shares) in enumerate(expected, start=1):
+    expected = [covariance_paths(states, drop_first) for states in prompts]
+    for prompt, (points, shares) in enumerate(expected, start=1):
         for axis in (1, 2):
             assert records.pop(("path_variance", None, prompt, axis)).value == pytest.approx(shares[axis - 1])
-            for layer, row in enumerate(places):
-                for token, place in enumerate(row, start=drop_first):
+            for layer, row in enumerate(points):
+                for token, point in enumerate(row, start=drop_first):
                     value = records.pop(("path", layer, prompt, token, axis)).value
-                    assert value == pytest.approx(place[axis - 1], abs=1e-9)
+                    assert value == pytest.approx(point[axis - 1], abs=1e-9)
     whole = records.pop(("plane_variance", None))
     assert whole.value == pytest.approx(np.mean([shares.sum() for _, shares in expected]))
     assert whole.n == len(prompts)
@@ -53,18 +53,18 @@ def check(records, prompts, drop_first=1):
 
 
 @pytest.mark.parametrize("options", [{}, {"drop_first": 0}])
-def test_every_record_is_that_of_each_prompt_s_own_real_tokens(model, options):
+def test_every_record_is_computed_from_the_real_tokens_of_its_prompt(model, options):
     check(run(model, *BATCHES, num_prompts=3, **options), states_of_each_prompt(model, BATCHES)[:3], **options)
 
 
-def test_the_final_norm_ends_the_paths_where_asked_for(model):
+def test_paths_end_after_the_final_norm_on_request(model):
     found = run(model, BATCHES[1], states="hf")
     assert all(record.tags["states"] == "hf" for record in found.values())
-    plain = {(key[0], *(part for part in key[1:] if part != "hf")): record for key, record in found.items()}
+    plain = {(key[0], *(value for value in key[1:] if value != "hf")): record for key, record in found.items()}
     check(plain, states_of_each_prompt(model, BATCHES[1:], final_norm=True))
 
 
-def test_images_have_paths_of_their_patches_whatever_stands_before_them():
+def test_images_have_paths_of_only_their_patches():
     model, batch = distilled(), tiny_batch("vit", batch=3)
     records = run(model, batch, num_prompts=2, drop_first=PREFIX)
     assert {record.tags["token"] for record in records.values() if record.metric == "path"} == {
@@ -74,13 +74,13 @@ def test_images_have_paths_of_their_patches_whatever_stands_before_them():
     assert model.training
 
 
-def test_fewer_tokens_are_spread_evenly_and_the_plane_is_still_that_of_all(model):
+def test_fewer_tokens_are_spread_evenly_and_the_plane_still_uses_all_tokens(model):
     every, some = run(model, BATCHES[1]), run(model, BATCHES[1], num_tokens=3)
     assert {record.tags["token"] for record in some.values() if record.metric == "path"} == {1, 4, 7}
     assert all(record == every[key] for key, record in some.items())
 
 
-def test_every_value_of_a_path_stands_in_a_table_of_its_own(model):
+def test_values_of_paths_have_their_own_table(model):
     for record in run(model, BATCHES[1]).values():
         assert record.tags.keys().isdisjoint(AXES) == (record.metric == "plane_variance")
 
@@ -92,7 +92,7 @@ def test_a_prompt_without_a_plane_is_left_out_and_counted(model):
     assert {r.tags["prompt"] for r in records.values() if r.metric == "path"} == {2, 3}
     whole = records["plane_variance", None]
     assert (whole.n, whole.tags) == (2, {"num_undefined": 1})
-    same = tiny("llama", torch.float64)  # no positions but in attention: equal tokens stay equal
+    same = tiny("llama", torch.float64)  # positions enter only attention: equal tokens stay equal
     for view, prompt in ((same, repeated), (model, short)):
         with pytest.raises(ValueError, match="paths_in_plane is undefined for every prompt.* or of too few tokens"):
             run(view, prompt)

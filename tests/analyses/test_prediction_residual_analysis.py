@@ -1,4 +1,4 @@
-"""The residual of the next token's id against scikit-learn on states caught by hooks, and its protocol row by row."""
+"""The residual of next-token ids against scikit-learn on captured states, and its protocol."""
 
 import math
 
@@ -38,7 +38,7 @@ def model():
 
 
 def rows_of(model, *, final_norm=False):
-    """States (layers + 1, rows, dim), next tokens and text of every row, every text seen alone."""
+    """Return states (layers + 1, rows, dim), next tokens and text index of each row, from single texts."""
     states, targets, texts = [], [], []
     found = states_of_each_prompt(model, BATCHES, final_norm=final_norm)
     for ids, prompt in zip(prompts_of(BATCHES), found, strict=True):
@@ -58,7 +58,7 @@ def fitted_texts(num_texts, count, seed):
     return set(np.argsort(draws)[:count].tolist())
 
 
-def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model(model):
+def test_every_record_equals_that_of_scikit_learn_on_states_of_the_running_model(model):
     records = run(model, split=0.6, seed=3)
     states, targets, texts = rows_of(model)
     assert len(set(texts)) == NUM_TEXTS
@@ -86,7 +86,7 @@ def test_every_record_is_that_of_scikit_learn_on_the_states_of_the_running_model
     assert len(records) == 7 * (LAYERS + 1) + 3
 
 
-def test_the_law_is_the_line_through_the_logarithms_of_layers_1_to_the_last(model):
+def test_the_exponential_law_is_fitted_to_layers_1_to_the_last(model):
     records = run(model)
     logs = [math.log10(records["prediction_residual", layer].value) for layer in range(1, LAYERS + 1)]
     slope, _ = np.polyfit(range(LAYERS), logs, 1)
@@ -114,37 +114,37 @@ def test_intervals_are_the_spread_of_random_halves_of_the_texts(model):
     curves = np.array(curves)  # (halves, layers + 1)
     freed = curves * (6 * 19 - 1) / (6 * 19 - DIM)
     slopes = [10 ** np.polyfit(range(LAYERS), np.log10(curve[1:]), 1)[0] for curve in curves]
-    for metric, layer, of_halves in (
+    for metric, layer, half_values in (
         ("prediction_residual", 2, curves[:, 2]),
         ("adjusted", 2, freed[:, 2]),
         ("residual_ratio", None, np.array(slopes)),
     ):
         record, half = records[metric, layer], records[f"{metric}_of_half", layer]
-        low, high = np.quantile(of_halves, [0.025, 0.975]) - of_halves.mean()
-        assert record.stderr == half.stderr == pytest.approx(of_halves.std(ddof=1))
+        low, high = np.quantile(half_values, [0.025, 0.975]) - half_values.mean()
+        assert record.stderr == half.stderr == pytest.approx(half_values.std(ddof=1))
         assert (record.low, record.high) == pytest.approx((record.value + low, record.value + high))
-        assert half.value == pytest.approx(of_halves.mean())
-        assert (half.low, half.high) == pytest.approx((of_halves.mean() + low, of_halves.mean() + high))
+        assert half.value == pytest.approx(half_values.mean())
+        assert (half.low, half.high) == pytest.approx((half_values.mean() + low, half_values.mean() + high))
         assert record.tags == {"num_texts": 12, "num_half_texts": 6}
     assert records["held_out", 2].low is None
     assert records["prediction_residual", 2, "control"].low is None
 
 
-def test_behind_the_final_norm_the_last_layer_is_taken_as_it_is_and_leaves_the_same(model):
-    plain, behind = run(model), run(model, states="hf")
+def test_after_the_final_norm_the_last_layer_is_not_normed_again_and_fits_are_equal(model):
+    plain, with_norm = run(model), run(model, states="hf")
     states, targets, _ = rows_of(model, final_norm=True)
     value = 1 - LinearRegression().fit(states[-1], targets).score(states[-1], targets)
-    assert behind["prediction_residual", LAYERS].value == pytest.approx(value, rel=1e-7)
+    assert with_norm["prediction_residual", LAYERS].value == pytest.approx(value, rel=1e-7)
     for layer in range(LAYERS + 1):  # an invertible map of normed states changes no fit
-        assert behind["prediction_residual", layer].value == pytest.approx(
+        assert with_norm["prediction_residual", layer].value == pytest.approx(
             plain["prediction_residual", layer].value, rel=1e-6
         )
-        assert behind["prediction_residual", layer].tags["states"] == "hf"
+        assert with_norm["prediction_residual", layer].tags["states"] == "hf"
 
 
 @pytest.mark.parametrize(("name", "centred", "eps"), [("llama", 0, 1e-6), ("gpt_neox", 1, 1e-5), ("olmo2", 0, 1e-5)])
-def test_other_families_are_fitted_on_their_own_norm(name, centred, eps):
-    model = tiny(name)  # in float64 transformers fills masks of some with what only float32 can hold
+def test_other_families_use_their_own_norm(name, centred, eps):
+    model = tiny(name)  # transformers' masks of some families need float32
     records, view = run(model), LayeredModel(model)
     rows, targets = [], []
     for ids in prompts_of(BATCHES):
@@ -158,11 +158,11 @@ def test_other_families_are_fitted_on_their_own_norm(name, centred, eps):
         assert records["prediction_residual", layer].value == pytest.approx(value, rel=1e-4)
 
 
-def test_a_next_token_that_a_linear_map_knows_leaves_little_and_its_relabelling_more():
+def test_a_linearly_predictable_token_leaves_little_residual_and_its_relabelling_more():
     model = tiny("gpt2", torch.float64, n_embd=32)
     with torch.no_grad():  # embeddings on a line: the id itself is a feature
         model.transformer.wte.weight[:, 0] = torch.arange(VOCAB, dtype=torch.float64) * 10
-        model.transformer.wte.weight[:, 1], model.transformer.wte.weight[:, 2] = 1e6, -1e6  # the norm divides all alike
+        model.transformer.wte.weight[:, 1], model.transformer.wte.weight[:, 2] = 1e6, -1e6  # all norms are equal
     generator = torch.Generator().manual_seed(0)
     rises = torch.randint(0, VOCAB - 26, (12, 1), generator=generator) + torch.arange(25)  # token + 1
     records = run(model, [{"input_ids": rises}])
@@ -171,7 +171,7 @@ def test_a_next_token_that_a_linear_map_knows_leaves_little_and_its_relabelling_
     assert records["prediction_residual", 0, "control"].value > 0.1
 
 
-def test_too_few_texts_or_rows_for_halves_have_no_interval(model):
+def test_there_are_no_intervals_if_halves_have_too_few_texts_or_rows(model):
     few = run(model, [tiny_batch("gpt2", batch=3, tokens=30)], num_halves=20)
     narrow = run(model, [tiny_batch("gpt2", batch=4, tokens=12)], num_halves=20)  # halves of 22 rows for width 32
     for records in (few, narrow):
@@ -179,7 +179,7 @@ def test_too_few_texts_or_rows_for_halves_have_no_interval(model):
         assert ("prediction_residual", 1) in records
 
 
-def test_a_model_of_two_blocks_has_no_law():
+def test_a_model_of_two_blocks_has_no_exponential_law():
     found = run(tiny("gpt2", torch.float64, n_layer=2))
     assert {metric for metric, *_ in found} == {"prediction_residual", "adjusted", "held_out", "rank"}
 
@@ -195,7 +195,7 @@ def test_a_model_of_two_blocks_has_no_law():
         ([{"input_ids": torch.tensor([[4], [5]])}], "no text has a next token to predict"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_a_sentence(model, batches, message):
+def test_too_few_texts_or_positions_are_refused_in_one_sentence(model, batches, message):
     with pytest.raises(InputError, match=f"^prediction_residual: {message}"):
         NextTokenResidual(batches=Listed(*batches)).check(LayeredModel(model))
 

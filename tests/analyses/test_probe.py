@@ -1,4 +1,4 @@
-"""Probes on tasks: against scikit-learn on features taken text by text, its metrics, its baselines."""
+"""Task probes against fits, metrics and baselines of scikit-learn on features of single texts."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ def write(folder: Path, name: str, rows: list[dict]) -> None:
 
 
 def written_task(folder: Path, kind: str = "classification", **options) -> ProbeTask:
-    """Words of a colour among others; the number of words as what a regression is to find."""
+    """Write a task whose texts have words of one colour as the class, or a number of words as the target."""
     draw = np.random.default_rng(0)
     for split, count in (("train", 90), ("test", 40)):
         rows = []
@@ -77,7 +77,7 @@ def features_of(model: LayeredModel, tokenizer: Path, texts: tuple[str, ...], la
 
 @functools.cache
 def last_states(model: LayeredModel, ids: tuple[int, ...]) -> np.ndarray:
-    """Of each layer, at the text's last token."""
+    """Return the state of each layer at the last token of the text."""
     return model.trajectory({"input_ids": torch.tensor([ids])}).hidden[:, 0, -1].double().numpy()
 
 
@@ -92,7 +92,7 @@ def value_of(records, metric: str, layer: int | None = None, **tags):
 
 
 @pytest.mark.parametrize("fit_on", ["train", pytest.param("train_and_validation", marks=pytest.mark.soak)])
-def test_a_probe_is_scikit_learns_on_the_same_features_and_so_are_its_metrics(fit_on, model, tokenizer, tmp_path):
+def test_a_probe_and_its_metrics_equal_those_of_scikit_learn_on_the_same_features(fit_on, model, tokenizer, tmp_path):
     task = written_task(tmp_path)
     data = task.load()
     probe = Probe(task=task, tokenizer=str(tokenizer), fit_on=fit_on, c=0.3, **TIGHT)
@@ -118,11 +118,11 @@ def test_a_probe_is_scikit_learns_on_the_same_features_and_so_are_its_metrics(fi
                     assert record.low <= record.value <= record.high
                     assert record.low < record.high or metric == "accuracy" or record.value in (0, 1)
     assert {r.tags["split"] for r in records} == set(parts)
-    by_layer = [value_of(records, "accuracy", layer, split="test").value for layer in range(LAYERS + 1)]
-    assert max(by_layer) > 0.45  # a third by chance: there is something to find
+    accuracies = [value_of(records, "accuracy", layer, split="test").value for layer in range(LAYERS + 1)]
+    assert max(accuracies) > 0.45  # chance is a third, so there is a signal
 
 
-def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
+def test_a_regression_equals_scikit_learns_ridge(model, tokenizer, tmp_path):
     task = written_task(tmp_path, kind="regression")
     data = task.load()
     train = data.train_and_validation()
@@ -146,7 +146,7 @@ def test_a_regression_is_scikit_learns_ridge(model, tokenizer, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, tokenizer, tmp_path):
+def test_a_probe_that_chooses_its_c_reports_it_and_a_sweep_does_the_same(model, tokenizer, tmp_path):
     task, given = written_task(tmp_path), {"tokenizer": str(tokenizer), "estimator": "watch"}
     records = records_of(Probe(task=task, **given), model)
     best = min(value_of(records, "log_loss", layer, split="test").value for layer in range(LAYERS + 1))
@@ -160,30 +160,30 @@ def test_a_probe_that_chooses_its_c_says_it_and_a_sweep_takes_it_too(model, toke
 
 
 @pytest.mark.soak
-def test_a_regression_that_chooses_its_penalty_says_it(model, tokenizer, tmp_path):
+def test_a_regression_that_chooses_its_penalty_reports_it(model, tokenizer, tmp_path):
     task = written_task(tmp_path, kind="regression")
     train = task.load().train_and_validation()
     given = {"task": task, "tokenizer": str(tokenizer), "random_labels": False}
     records = records_of(Probe(**given, estimator="watch"), model)
     for layer in range(LAYERS + 1):
         features = StandardScaler().fit_transform(features_of(model, tokenizer, train.texts, layer))
-        errors = RidgeCV(np.logspace(-3, 5, 17)).fit(features, train.targets.numpy())  # leaves rows out, too
+        errors = RidgeCV(np.logspace(-3, 5, 17)).fit(features, train.targets.numpy())  # also leaves rows out
         chosen = value_of(records, "probe_c", layer)
         assert (1 / chosen.value, chosen.n) == (pytest.approx(errors.alpha_), 90)
-        at = records_of(Probe(**given, penalty=1 / chosen.value), model)
-        expected = value_of(at, "mean_squared_error", layer, split="test").value
+        fixed = records_of(Probe(**given, penalty=1 / chosen.value), model)
+        expected = value_of(fixed, "mean_squared_error", layer, split="test").value
         assert value_of(records, "mean_squared_error", layer, split="test").value == pytest.approx(expected)
-    assert not [record for record in at if record.metric == "probe_c"]
+    assert not [record for record in fixed if record.metric == "probe_c"]
 
 
 @pytest.fixture(scope="module")
 def probed(model, tokenizer, tmp_path_factory):
-    """A task, and what a probe finds of it."""
+    """Return a task and the records of its probe."""
     task = written_task(tmp_path_factory.mktemp("task"))
     return task, records_of(Probe(task=task, tokenizer=str(tokenizer), tolerance=1e-4), model)
 
 
-def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(probed):
+def test_the_reference_is_the_majority_and_random_labels_teach_nothing(probed):
     task, records = probed
     data = task.load()
     train, test = data.train_and_validation().targets.numpy(), data.test.targets.numpy()
@@ -199,7 +199,7 @@ def test_the_reference_is_the_majority_and_labels_drawn_at_random_teach_nothing(
     assert np.mean(control) < taught - 0.1
 
 
-def test_the_curve_over_layers_is_summed_up_from_the_test_scores(probed):
+def test_the_curve_over_layers_is_summarized_from_the_test_scores(probed):
     _, records = probed
     for metric, sign in (("accuracy", 1), ("log_loss", -1)):
         curve = [sign * value_of(records, metric, layer, split="test").value for layer in range(1, LAYERS + 1)]
@@ -212,7 +212,7 @@ def test_the_curve_over_layers_is_summed_up_from_the_test_scores(probed):
         assert drop == pytest.approx(max(0, -np.diff(curve).min()))
 
 
-def test_a_test_class_that_no_training_row_has_is_an_error_and_is_counted(model, tokenizer, tmp_path):
+def test_rows_of_a_test_class_without_training_rows_are_errors_and_counted(model, tokenizer, tmp_path):
     write(tmp_path, "train", [{"text": f"{word} {n}", "label": word} for n in range(20) for word in ("sky", "sea")])
     rows = [{"text": f"{word} {n} two", "label": word} for n in range(5) for word in ("sky", "sea", "ice")]
     write(tmp_path, "test", rows)
@@ -240,7 +240,7 @@ def test_sizes_are_nested_shares_of_one_permutation():
     assert record.high - record.value == pytest.approx(4.302653 * record.stderr, rel=1e-5)
 
 
-def test_a_sweep_of_sizes_fits_scikit_learns_probe_on_each_subset(model, tokenizer, tmp_path):
+def test_a_sweep_of_sizes_equals_scikit_learns_probe_on_each_subset(model, tokenizer, tmp_path):
     task = written_task(tmp_path)
     data = task.load()
     train = data.train_and_validation()
@@ -268,7 +268,7 @@ def test_a_sweep_of_sizes_fits_scikit_learns_probe_on_each_subset(model, tokeniz
     assert {record.tags["train_rows"] for record in records} == {2, 5, 11, 22, 45, 90}
 
 
-def test_another_tokenizer_makes_other_data(tokenizer, tmp_path):
+def test_another_tokenizer_gives_another_data_hash(tokenizer, tmp_path):
     options = {"task": written_task(tmp_path / "data"), "tokenizer": str(tokenizer)}
     other = tmp_path / "other"
     save_tokenizer(train_bpe(["apple sky leaf", "one two three"] * 9, 270), other)
@@ -276,7 +276,7 @@ def test_another_tokenizer_makes_other_data(tokenizer, tmp_path):
     assert Probe(**options).data_hash() == Probe(**options).data_hash()
 
 
-def test_wrong_options_are_refused_in_a_sentence(model, tokenizer, tmp_path):
+def test_wrong_options_are_refused_in_one_sentence(model, tokenizer, tmp_path):
     given = {"task": written_task(tmp_path), "tokenizer": str(tokenizer)}
     for analysis, sentence in (
         (Probe(**given, max_tokens=0), "max_tokens: expected more than the 0 special tokens of every text, got 0"),
@@ -287,7 +287,7 @@ def test_wrong_options_are_refused_in_a_sentence(model, tokenizer, tmp_path):
             analysis.check(model)
 
 
-def test_a_tokenizer_trained_on_a_corpus_is_found_with_it(tmp_path, monkeypatch):
+def test_a_tokenizer_trained_on_a_corpus_is_found_by_its_corpus(tmp_path, monkeypatch):
     monkeypatch.setenv("LIT_LAYERS_CACHE", str(tmp_path / "cache"))
     lines = [f"the apple rose {n} grass leaf frog {n + 1} sky sea ice and one two three four" for n in range(60)]
     corpus = str(tmp_path / "corpus")
@@ -302,7 +302,7 @@ def test_a_tokenizer_trained_on_a_corpus_is_found_with_it(tmp_path, monkeypatch)
         Probe(task=task, tokenizer="bpe:280").data_hash()
 
 
-def test_a_curve_says_how_many_of_its_probes_have_not_converged(model, tokenizer, tmp_path):
+def test_a_curve_reports_how_many_of_its_probes_have_not_converged(model, tokenizer, tmp_path):
     probe = Probe(task=written_task(tmp_path), tokenizer=str(tokenizer), max_iterations=1, random_labels=False)
     records = records_of(probe, model)
     flagged = {r.layer for r in records if r.layer and r.tags.get("num_not_converged")}

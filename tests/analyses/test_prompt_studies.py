@@ -1,4 +1,4 @@
-"""Changed prompts: the control is the plain value, and each level is what a prompt changed by hand gives."""
+"""Studies of changed prompts against unchanged prompts and against prompts changed by hand."""
 
 import math
 
@@ -45,7 +45,7 @@ def entropy(rows):
 
 
 def changed_by_hand(study, p):
-    """As the class says: draws of (seed, study, prompt), a token changes where its draw is below p."""
+    """Change each token whose draw is below p, with draws seeded by (seed, study, prompt), as documented."""
     found = []
     for number, ids in enumerate(prompts_of(BATCHES)):
         draw = np.random.default_rng([3, ("repetition", "randomness").index(study), number])
@@ -70,7 +70,7 @@ def test_unchanged_prompts_have_exactly_the_plain_values(model, records):
 
 
 @pytest.mark.parametrize(("study", "p"), [("repetition", 0.5), ("randomness", 0.1), ("randomness", 1.0)])
-def test_each_token_becomes_another_with_that_probability(model, records, study, p):
+def test_each_token_changes_with_the_given_probability(model, records, study, p):
     ids = [{"input_ids": changed[None]} for changed in changed_by_hand(study, p)]
     states = states_of_each_prompt(model, ids)
     for layer in LAYERS:
@@ -83,7 +83,7 @@ def test_each_token_becomes_another_with_that_probability(model, records, study,
     assert find(records, study=study, p=p).value == pytest.approx(every, rel=1e-8)
 
 
-def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
+def test_lengths_use_the_first_tokens_of_prompts_that_are_long_enough(model):
     analysis = PromptStudies(batches=Listed(*BATCHES), studies=("length",), lengths=(3, 9, 12))
     records = records_of(analysis, model)
     for length, n in ((3, 5), (9, 5), (12, 2)):
@@ -96,7 +96,7 @@ def test_lengths_are_the_first_tokens_of_the_prompts_that_have_as_many(model):
             assert record.value == pytest.approx(np.mean([entropy(prompt[layer]) for prompt in states]), rel=1e-8)
 
 
-def test_lengths_left_open_are_powers_of_two_as_far_as_prompts_go(records):
+def test_default_lengths_are_powers_of_two_up_to_the_longest_prompt(records):
     assert {r.tags["length"] for r in records if r.tags["study"] == "length"} == {8}
 
 

@@ -48,8 +48,8 @@ def entropy(shares):
     return -(shares * np.log(shares)).sum()
 
 
-def of_rows(rows):
-    """Each metric of one set of rows, from the eigenvalues of its Gram matrix."""
+def row_metrics(rows):
+    """Return each metric of one set of rows, from the eigenvalues of its Gram matrix."""
     variances = np.linalg.eigvalsh(rows @ rows.T)[::-1][: min(rows.shape)].clip(0)
     sizes = np.sqrt(variances) / np.sqrt(variances).sum()
     p = variances / variances.sum()
@@ -68,9 +68,9 @@ def curvature(rows):
 
 
 def check(records, values, metric, **tags):
-    """`values` (layers + 1, prompts) against the records of a metric."""
-    of_layers = [(layer, values[layer]) for layer in LAYERS] + [(None, np.mean(values[1:], axis=0))]
-    for layer, row in of_layers:
+    """Compare the records of a metric with `values` (layers + 1, prompts)."""
+    rows = [(layer, values[layer]) for layer in LAYERS] + [(None, np.mean(values[1:], axis=0))]
+    for layer, row in rows:
         record = find(records, metric, layer, **tags)
         assert record.value == pytest.approx(np.mean(row), rel=1e-7)
         assert record.stderr == pytest.approx(np.std(row, ddof=1) / math.sqrt(len(row)), rel=1e-6)
@@ -80,7 +80,7 @@ def check(records, values, metric, **tags):
 
 @pytest.mark.parametrize("drop_first", [0, 1])
 def test_ranks_and_entropies_are_means_over_prompts_of_their_own_real_tokens(records, prompts, drop_first):
-    found = [[of_rows(prompt[layer][drop_first:]) for prompt in prompts] for layer in LAYERS]
+    found = [[row_metrics(prompt[layer][drop_first:]) for prompt in prompts] for layer in LAYERS]
     for metric in ("effective_rank", "participation_ratio", "rankme"):
         check(records, [[f[metric] for f in row] for row in found], metric, drop_first=drop_first)
     raw = [[f["prompt_entropy"] for f in row] for row in found]
@@ -90,11 +90,11 @@ def test_ranks_and_entropies_are_means_over_prompts_of_their_own_real_tokens(rec
     check(records, shares, "prompt_entropy", drop_first=drop_first, normalization="maxEntropy")
 
 
-def test_curvature_is_the_mean_over_prompts_of_the_mean_turn(records, prompts):
+def test_curvature_is_the_mean_over_prompts_of_the_mean_angle(records, prompts):
     check(records, [[curvature(prompt[layer]) for prompt in prompts] for layer in LAYERS], "token_curvature")
 
 
-def test_angles_that_a_repeated_state_leaves_without_value_are_skipped_and_counted(model):
+def test_undefined_angles_at_a_repeated_state_are_skipped_and_counted(model):
     class Stuttering(LayeredModel):
         def trajectory(self, batch):
             trajectory = super().trajectory(batch)
@@ -116,9 +116,9 @@ def test_angles_that_a_repeated_state_leaves_without_value_are_skipped_and_count
     assert find(records, "token_curvature", 1).n == 2
 
 
-def test_dataset_entropy_is_that_of_the_mean_real_tokens_with_intervals_from_halves(records, prompts):
+def test_dataset_entropy_is_that_of_mean_pooled_prompts_with_intervals_from_halves(records, prompts):
     pooled = np.array([[prompt[layer].mean(0) for prompt in prompts] for layer in LAYERS])
-    values = [of_rows(vectors)["prompt_entropy"] for vectors in pooled]
+    values = [row_metrics(vectors)["prompt_entropy"] for vectors in pooled]
     for layer, value in [*zip(LAYERS, values, strict=True), (None, np.mean(values[1:]))]:
         raw = find(records, "dataset_entropy", layer, normalization="raw")
         share = find(records, "dataset_entropy", layer, normalization="maxEntropy")
@@ -126,10 +126,10 @@ def test_dataset_entropy_is_that_of_the_mean_real_tokens_with_intervals_from_hal
         assert share.value == pytest.approx(value / math.log(8), rel=1e-9)
         assert share.stderr == pytest.approx(find_half(records, layer, "maxEntropy").stderr, rel=1e-12)
         assert raw.low < raw.value < raw.high
-    # all 70 halves: the 20 drawn ones scatter about their mean
+    # the 20 drawn halves scatter about the mean of all 70
     halves = list(itertools.combinations(range(8), 4))
     for layer in LAYERS:
-        every = [of_rows(pooled[layer][list(half)])["prompt_entropy"] for half in halves]
+        every = [row_metrics(pooled[layer][list(half)])["prompt_entropy"] for half in halves]
         half = find_half(records, layer, "raw")
         assert half.n == 4
         assert half.value == pytest.approx(np.mean(every), abs=3.5 * np.std(every) / math.sqrt(20))
@@ -173,7 +173,7 @@ def test_the_released_preset_gives_the_released_quantities(model):
         assert value == pytest.approx(clamped_entropy(pooled), rel=1e-9)
 
 
-def test_prompts_too_short_for_a_metric_are_left_out_of_it_alone(model):
+def test_prompts_too_short_for_a_metric_are_left_out_of_only_that_metric(model):
     short = {"input_ids": torch.tensor([[5, 6, 7, 9], [8, 3, 0, 0], [4, 9, 9, 2]])}
     short["attention_mask"] = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
     records = records_of(Representation(batches=Listed(short)), model)
@@ -191,8 +191,8 @@ def test_a_single_prompt_has_values_without_intervals(model):
     assert {(record.n, record.stderr, record.low) for record in records} == {(1, None, None)}
 
 
-def test_the_order_of_an_entropy_may_be_infinite(model):
-    """The min-entropy: minus the logarithm of the largest share of the variance."""
+def test_the_order_of_an_entropy_can_be_infinite(model):
+    """An infinite order gives the min-entropy, minus the logarithm of the largest share of the variance."""
     batches, layer = Listed(*BATCHES), 2
 
     def entropy_of_order(alpha):
@@ -200,14 +200,14 @@ def test_the_order_of_an_entropy_may_be_infinite(model):
         return next(record.value for record in run if (record.metric, record.layer) == ("prompt_entropy", layer))
 
     smallest, near = entropy_of_order(math.inf), entropy_of_order(1000.0)
-    assert smallest == pytest.approx(near * 999 / 1000, rel=1e-6)  # sum p^1000 is the largest share's, to 1e-6
+    assert smallest == pytest.approx(near * 999 / 1000, rel=1e-6)  # the largest share dominates sum p^1000
 
 
 def unit(rows):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, prompts):
+def test_every_option_of_the_entropies_is_available_and_tagged(model, prompts):
     options = {
         "center": True,
         "unit": True,
@@ -230,15 +230,15 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
         return -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
 
-    told = {"states": "normed"}
-    tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller", **told}
+    own = {"states": "normed"}
+    tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller", **own}
     for layer, dropped in itertools.product(LAYERS, (0, 2)):
         expected = np.mean([value(prompt[layer][dropped:]) for prompt in prompts])
         found = find(records, "prompt_entropy", layer, drop_first=dropped, **tags, center=1, unit=1).value
         assert found == pytest.approx(expected, rel=1e-9)
         rows = [prompt[layer][dropped:] - prompt[layer][dropped:].mean(0) for prompt in prompts]
-        expected = np.mean([of_rows(unit(each))["effective_rank"] for each in rows])
-        found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1, **told).value
+        expected = np.mean([row_metrics(unit(each))["effective_rank"] for each in rows])
+        found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1, **own).value
         assert found == pytest.approx(expected, rel=1e-6)
     for layer in LAYERS:
         pooled = np.array([prompt[layer][-1] for prompt in prompts])
@@ -246,11 +246,11 @@ def test_every_option_of_the_entropies_can_be_had_and_is_told_by_a_tag(model, pr
         expected = -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
         found = find(records, "dataset_entropy", layer, **tags, pooling="last").value
         assert found == pytest.approx(expected, rel=1e-9)
-    assert find(records, "token_curvature", 1, **told).n == 8
+    assert find(records, "token_curvature", 1, **own).n == 8
 
 
-def test_a_prompt_of_one_repeated_token_leaves_a_gap_at_the_layer_that_sees_no_positions():
-    """In a rotary model all its states are equal at layer 0, where a prompt has no curvature and no spread."""
+def test_a_prompt_of_one_repeated_token_has_no_curvature_at_the_layer_without_positions():
+    """All its states are equal at layer 0 of a rotary model."""
     batch = {"input_ids": torch.full((1, 9), 7)}
     model = tiny("llama", torch.float64)
     for kind in (LayerSimilarity, Trajectory):

@@ -1,4 +1,4 @@
-"""Speed of variants: what is counted exactly, what follows from the seconds, what must hold of any machine."""
+"""Speed of variants: exact counts, results of a simulated clock, and properties on any machine."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROUNDS = {"num_rounds": 2, "num_warm_up": 1}
 
 
 def speeds(model, compared, batch, **options):
-    """The values of each variant, by their metrics."""
+    """Return the values of each variant by metric."""
     values = {}
     for record in measure_speed(model, compared, batch, **options):
         values.setdefault(tuple({**record.tags, "block": record.layer}.items()), {})[record.metric] = record.value
@@ -28,7 +28,7 @@ def deep(name="gpt2", **options):
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """A clock that tells what is asked of it: one second for each block that runs, and one for the rest."""
+    """Return a model with a simulated clock: one second for each block that runs, and one for the rest."""
     model, ran = deep(), [0]
     for block in model.transformer.h:
         block.mlp.c_fc.register_forward_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))
@@ -42,7 +42,7 @@ def seconds(monkeypatch):
     return model
 
 
-def test_latency_ratio_and_throughput_are_those_of_the_seconds(seconds):
+def test_latency_ratio_and_throughput_follow_from_the_seconds(seconds):
     compared = variants(5, ["skip", "looped_parallel", "skip_one"], middles=[2], loops=[3])
     found = dict(zip(map(str, compared), speeds(seconds, compared, tiny_batch("gpt2", 4, 7), **ROUNDS), strict=True))
     blocks = {"baseline": 5, "skip M=2": 3, "looped_parallel M=2 k=3": 9, "skip_one block=2": 4}
@@ -54,7 +54,7 @@ def test_latency_ratio_and_throughput_are_those_of_the_seconds(seconds):
     assert len(found) == 1 + 1 + 1 + 5
 
 
-def test_the_quartiles_are_of_the_rounds(monkeypatch):
+def test_quartiles_are_taken_over_rounds(monkeypatch):
     ticks = iter([0, 4, 40, 0, 0, 1, 10, 0, 0, 2, 20, 0, 0, 3, 30, 0, 0, 8, 80, 0])
     monkeypatch.setattr("lit_layers.models.costs._seconds", lambda call, device: float(next(ticks)))
     (full,) = speeds(deep(), variants(5, []), tiny_batch("gpt2", 2, 7), num_rounds=5, num_warm_up=0)
@@ -65,21 +65,21 @@ def test_the_quartiles_are_of_the_rounds(monkeypatch):
 
 def test_bytes_of_weights_are_those_of_the_blocks_that_run():
     blocks = LayeredModel(deep()).blocks
-    of_one = sum(parameter.numel() for parameter in blocks[0].parameters()) * 4
-    assert weight_bytes(blocks, (1, 2, 3, 4, 5)) == 5 * of_one
-    assert weight_bytes(blocks, (1, 2, 2, 2, 5)) == 3 * of_one
-    assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5)) == 5 * of_one
-    assert weight_bytes([block.half() for block in blocks], (1, 2)) == of_one
+    one_block = sum(parameter.numel() for parameter in blocks[0].parameters()) * 4
+    assert weight_bytes(blocks, (1, 2, 3, 4, 5)) == 5 * one_block
+    assert weight_bytes(blocks, (1, 2, 2, 2, 5)) == 3 * one_block
+    assert weight_bytes(blocks, (1, (2, 3, 4), (2, 3, 4), 5)) == 5 * one_block
+    assert weight_bytes([block.half() for block in blocks], (1, 2)) == one_block
 
 
-def test_the_peak_is_the_most_that_is_held_at_once():
+def test_the_peak_is_the_largest_memory_in_use_at_one_time():
     start = torch.zeros(1000)
 
     def call():
         one = start + 1  # 4,000 bytes
         two = one * 2  # 8,000
         del one
-        return two + 1  # 8,000: the first has gone
+        return two + 1  # 8,000: the first is freed
 
     assert peak_bytes(call) == pytest.approx(8000, abs=128)
     assert peak_bytes(lambda: None) == 0
@@ -91,21 +91,21 @@ def test_the_analysis_yields_every_number_of_every_variant(name):
     options = {"variants": ["parallel", "random", "switch"], "middles": [2], "num_tokens": 8, "batch_size": 2}
     found = measure(deep(name), Speed(**options, **ROUNDS), run="r", step=None)
     assert (found.error, found.analysis) == (None, "intervene/speed")
-    by_tags = {}
+    values_by_tags = {}
     for record in found.records:
         key = record.tags["variant"], record.tags.get("middle"), record.layer
-        by_tags.setdefault(key, {})[record.metric] = record.value
+        values_by_tags.setdefault(key, {})[record.metric] = record.value
     expected = {("baseline", None, None), ("parallel", 2, None), ("random", 2, None)}
     expected |= {("switch", None, block) for block in range(1, 5)}
-    assert by_tags.keys() == expected
+    assert values_by_tags.keys() == expected
     metrics = {"latency", "latency_first_quartile", "latency_third_quartile", "relative_latency"}
-    for values in by_tags.values():
+    for values in values_by_tags.values():
         assert values.keys() == metrics | {"throughput", "peak_memory", "weight_bytes"}
         assert all(value > 0 for value in values.values())
-    assert by_tags["baseline", None, None]["relative_latency"] == 1
+    assert values_by_tags["baseline", None, None]["relative_latency"] == 1
 
 
-def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
+def test_a_failing_variant_leaves_the_model_in_its_original_order(monkeypatch):
     model, asked = deep(), []
 
     def failing(call, device):
@@ -129,7 +129,7 @@ def test_a_variant_that_fails_leaves_the_model_in_its_own_order(monkeypatch):
         ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
     ],
 )
-def test_options_that_do_not_fit_are_refused_before_anything_runs(options, sentence):
+def test_invalid_options_are_refused_before_the_measurement(options, sentence):
     with pytest.raises(InputError) as refused:
         Speed(**options).check(LayeredModel(deep()))
     assert sentence in str(refused.value)

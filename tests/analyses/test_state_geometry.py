@@ -26,14 +26,14 @@ def run(model, **options) -> dict[Any, Any]:
     return {(record.metric, record.layer): record for record in records}
 
 
-def test_every_value_is_that_of_the_real_tokens(model):
+def test_every_value_is_computed_from_the_real_tokens(model):
     found = run(model)
     prompts = states_of_each_prompt(model, BATCHES)  # (layers + 1, tokens, dim) each
     for layer in range(LAYERS + 1):
         states = [prompt[layer] for prompt in prompts]
         sizes = [np.abs(each).max() / np.median(np.abs(each)) for each in states]
         assert found["massive_activation", layer].value == pytest.approx(np.mean(sizes), rel=1e-9)
-        # of each prompt without its first token at most eight, evenly spread
+        # at most eight evenly spread tokens of each prompt, without the first
         kept = [
             each[1:][[round(i * (len(each) - 2) / 7) for i in range(8)] if len(each) > 9 else ...] for each in states
         ]
@@ -59,8 +59,8 @@ def test_every_value_is_that_of_the_real_tokens(model):
     assert ("block_influence", 0) not in found
 
 
-def test_tokens_of_prompts_that_begin_alike_are_one_point_each_however_they_are_batched():
-    """Their states are equal but for the rounding of products of other shapes."""
+def test_equal_beginnings_of_prompts_count_once_in_any_batching():
+    """Their states differ only by the rounding of products of other shapes."""
     ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(4))
     ids[1:4, :6] = ids[0, :6]
     lengths = (12, 10, 9, 12, 11, 12)
@@ -73,14 +73,14 @@ def test_tokens_of_prompts_that_begin_alike_are_one_point_each_however_they_are_
             analysis = StateGeometry(batches=Listed(*batches), first_rank=3, num_tokens=11, num_halves=0)
             found = {(r.metric, r.layer): r.value for r in records_of(analysis, LayeredModel(tiny("gpt2", dtype)))}
             for layer in range(1, LAYERS + 1):
-                of_prompts = [each[layer, 1:] for each in exact]
-                different = [of_prompts[0], *(each[5:] for each in of_prompts[1:4]), *of_prompts[4:]]
+                points = [each[layer, 1:] for each in exact]
+                different = [points[0], *(each[5:] for each in points[1:4]), *points[4:]]
                 expected = two_nn_dimension(torch.from_numpy(np.concatenate(different))).item()
                 assert found["two_nn_dimension", layer] == pytest.approx(expected, rel=rel), (dtype, layer)
 
 
 def participation_ratio(rows: np.ndarray) -> float:
-    """Of the rows' covariance, (tr C)^2 / tr C^2, without any decomposition."""
+    """Compute (tr C)^2 / tr C^2 of the covariance of the rows, without any decomposition."""
     covariance = np.cov(rows, rowvar=False)
     return float(np.trace(covariance) ** 2 / (covariance**2).sum())
 
@@ -100,7 +100,7 @@ def test_the_dimension_of_prompts_is_that_of_the_covariance_of_their_pooled_stat
     assert found["pooled_dimension", None].value == pytest.approx(np.mean(expected[1:]), rel=1e-9)
 
 
-def test_intervals_are_of_halves_and_chance_stands_beside(model):
+def test_intervals_come_from_halves_and_chance_is_reported(model):
     found = run(model, num_halves=6)
     for metric in ("alpha_req", "two_nn_dimension", "anisotropy"):
         whole, half = found[metric, 2], found[f"{metric}_of_half", 2]
@@ -110,7 +110,7 @@ def test_intervals_are_of_halves_and_chance_stands_beside(model):
     assert found["random_massive_activation", 1].low <= found["random_massive_activation", 1].value
 
 
-def test_an_interval_of_halves_ends_where_the_range_of_its_metric_does():
+def test_an_interval_from_halves_stays_in_the_range_of_its_metric():
     halves = torch.tensor([0.1, 0.2, 4.0, 0.1], dtype=torch.float64)
     whole, half = half_records("two_nn_dimension", 0.5, halves, 8)
     low, high = np.quantile(halves.numpy(), [0.025, 0.975]) - 1.1
@@ -121,7 +121,7 @@ def test_an_interval_of_halves_ends_where_the_range_of_its_metric_does():
     assert own.low == pytest.approx(0.5 + low)
 
 
-def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
+def test_a_planted_massive_activation_is_found_at_its_layer_and_later():
     model = tiny("gpt2", torch.float64)
     with torch.no_grad():
         model.get_parameter("transformer.h.1.mlp.c_proj.bias")[5] = 5000.0
@@ -131,9 +131,9 @@ def test_a_planted_massive_activation_is_found_at_its_layer_and_after():
     assert found["anisotropy", 2] > 0.99
 
 
-def test_prompts_of_one_token_have_sizes_and_no_set_of_points(model):
+def test_prompts_of_one_token_have_activations_and_no_set_of_points(model):
     found = records_of(StateGeometry(batches=Listed({"input_ids": torch.tensor([[5], [6]])})), model)
     undefined = {record.metric: record.tags["num_undefined"] for record in found if record.value != record.value}
     assert {record.metric for record in found} - {*undefined} == {"massive_activation", "random_massive_activation"}
-    of_sets = ["alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"]
-    assert {metric: undefined[metric] for metric in of_sets} == dict.fromkeys(of_sets, 2)
+    set_metrics = ["alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_nn_dimension", "anisotropy"]
+    assert {metric: undefined[metric] for metric in set_metrics} == dict.fromkeys(set_metrics, 2)

@@ -1,4 +1,4 @@
-"""A function of states as an analysis: numbers by NumPy in float64, padding, ranks, streaming, recipes, refusals."""
+"""A function of states as an analysis: numbers of NumPy in float64, undefined prompts, recipes and refusals."""
 
 import inspect
 import json
@@ -29,7 +29,7 @@ LAYERS = 3
 
 
 def stable_rank(states):
-    """Of (points, dim)."""
+    """Return the stable rank of states (points, dim)."""
     return (states**2).sum() / torch.linalg.matrix_norm(states, 2) ** 2
 
 
@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def states(model) -> list[np.ndarray]:
-    """Of each prompt (layers + 1, tokens, dim), without padding."""
+    """Return the states (layers + 1, tokens, dim) of each prompt, without padding."""
     return states_of_each_prompt(model, prompts().batches)
 
 
@@ -48,16 +48,16 @@ def values(records, metric="stable_rank") -> dict:
     return {record.layer: record.value for record in records if record.metric == metric}
 
 
-def by_numpy(points: np.ndarray) -> float:
+def numpy_rank(points: np.ndarray) -> float:
     singular = np.linalg.svd(points, compute_uv=False)
     return float((singular**2).sum() / singular[0] ** 2)
 
 
 @pytest.mark.parametrize("dropped", [0, 1])
-def test_values_of_prompts_are_averaged_as_numpy_says(model, states, dropped):
+def test_values_are_averaged_over_prompts_as_in_numpy(model, states, dropped):
     given = StateMetric(metric=stable_rank, batches=prompts(), drop_first=dropped)
     records = records_of(given, model)
-    each = np.array([[by_numpy(layer[dropped:]) for layer in prompt] for prompt in states])  # (prompts, layers + 1)
+    each = np.array([[numpy_rank(layer[dropped:]) for layer in prompt] for prompt in states])  # (prompts, layers + 1)
     found = values(records)
     assert [found[layer] for layer in range(LAYERS + 1)] == pytest.approx(each.mean(0), rel=1e-9)
     assert found[None] == pytest.approx(each[:, 1:].mean(), rel=1e-9)
@@ -82,11 +82,11 @@ def test_a_prompt_without_a_value_is_left_out_and_counted(model):
 
 def test_a_function_of_the_package_leaves_out_a_prompt_that_it_refuses(model):
     records = [*records_of(StateMetric(metric=anisotropy, batches=prompts(), drop_first=4), model)]
-    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(4, 1)}  # of one point
+    assert {(record.n, record.tags["num_undefined"]) for record in records} == {(4, 1)}  # a prompt of one point
     assert all("undefined" not in record.tags for record in records)
 
 
-def test_options_are_tags_and_settings_and_the_source_of_ones_own_function_is_one():
+def test_options_are_tags_and_settings_and_the_source_of_a_users_function_is_a_setting():
     text = prompts()
     plain = StateMetric(metric=effective_rank, batches=text)
     other = StateMetric(metric=effective_rank, batches=text, options={"center": True})
@@ -110,14 +110,14 @@ def breaks(states):
     raise RuntimeError("no luck")
 
 
-def test_refusals_name_what_is_wrong(model):
+def test_refusals_name_the_mistake(model):
     functions: list[tuple[Any, str]] = [
         (scatter, r"into one number.* got ValueError: shape \(64,\) from scatter on states \(64, 32\)"),
         (breaks, "got RuntimeError: no luck from breaks"),
         (lambda states: states.norm(), "metric: expected a function that has a name, got <function"),
     ]
-    for metric, said in functions:
-        with pytest.raises(InputError, match=said):
+    for metric, sentence in functions:
+        with pytest.raises(InputError, match=sentence):
             StateMetric(metric=metric, batches=prompts(), name="mine").check(LayeredModel(model))
 
 
@@ -140,22 +140,22 @@ def test_a_recipe_names_a_function_by_its_import_path(tmp_path, monkeypatch, cap
         code = main(["analyze", "model", "--config", "recipe.yaml", "--root", "out", "--device", "cpu", *more])
         return code, capsys.readouterr().err
 
-    code, told = analyze("metric_of_a_user.mean_square", "--code", ".")
-    assert code == 0, told
+    code, errors = analyze("metric_of_a_user.mean_square", "--code", ".")
+    assert code == 0, errors
     (found,) = records.read(tmp_path / "out" / "measurements.jsonl")
     given = StateMetric(metric=mean_square, batches=TextBatches(GivenTexts(texts), "model"))
     expected = records_of(given, load(tmp_path / "model"))
     assert values(found.records, "mean_square") == pytest.approx(values(expected, "mean_square"), rel=1e-5)
-    for metric, said in (
+    for metric, sentence in (
         ("os.system", "os.system"),
         ("metric_of_a_user.nothing", "has no attribute 'nothing'. Got value: metric_of_a_user.nothing"),
         ("lit_layers.functional.entropy.nothing", "has no attribute 'nothing'"),
         ("nonsense", "Expected a dot import path string: nonsense"),
         ("torch.save", "a recipe names no torch.save"),
-        # what writes wherever it is told to
+        # a function that writes to any path
         ("lit_layers.models.build.save", "but what lit_layers.functional or --code PACKAGE defines, got lit_layers"),
     ):
-        code, told = analyze(metric)
-        assert code == 2, told
-        assert said in told
-        assert "Traceback" not in told
+        code, errors = analyze(metric)
+        assert code == 2, errors
+        assert sentence in errors
+        assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""From values per prompt to records: against numpy, cases solved by hand, refusals."""
+"""Records from values per prompt, against numpy and hand-solved cases, and refusals."""
 
 import math
 
@@ -37,11 +37,11 @@ def test_undefined_prompts_are_left_out_and_counted():
     assert (record.stderr, record.low, record.high) == (same.stderr, same.low, same.high)
 
 
-def mean_and_median(values, **place):
-    return [record for kind in ("mean", "median") for record in summarize("length", values, statistic=kind, **place)]
+def mean_and_median(values, **options):
+    return [record for kind in ("mean", "median") for record in summarize("length", values, statistic=kind, **options)]
 
 
-def test_the_median_is_a_record_of_its_own():
+def test_the_median_is_a_separate_record():
     mean, median = mean_and_median(torch.tensor([1.0, 2, 30, NAN, 4]), layer=2)
     assert mean.tags == {"num_undefined": 1}
     assert median.tags == {"num_undefined": 1, "statistic": "median"}
@@ -61,7 +61,7 @@ def test_one_prompt_has_no_interval():
     assert (record.value, record.n, record.stderr, record.low, record.high) == (7, 1, None, None, None)
 
 
-def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the_whole_model():
+def test_a_metric_without_values_has_no_record_at_a_layer_and_a_nan_record_of_the_model():
     assert mean_and_median(torch.full((3,), NAN), layer=2) == []
     for record in mean_and_median(torch.full((3,), NAN)):
         assert math.isnan(record.value)
@@ -70,7 +70,7 @@ def test_a_metric_that_is_defined_nowhere_is_a_gap_at_a_layer_and_says_so_of_the
         require_values("length", summarize("length", torch.zeros(0)))
 
 
-def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
+def test_a_mean_over_layers_uses_only_prompts_with_all_layers():
     values = torch.tensor([[1.0, 2, NAN], [3.0, 6, 7], [5.0, 1, 2]])
     *layers, record = summarize_layers("length", torch.cat([values[:1], values]), tags={"k": 4})
     assert [one.layer for one in layers] == [0, 1, 2, 3]
@@ -82,7 +82,7 @@ def test_a_mean_over_layers_is_of_the_prompts_that_have_all_of_them():
     assert (record.n, record.tags) == (0, {"num_undefined": 3, "num_undefined_layers": 1})
 
 
-def test_what_is_compared_on_the_same_prompts_leaves_out_broken_layers_before_broken_prompts():
+def test_comparisons_leave_out_undefined_layers_before_undefined_prompts():
     defined = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     layers, prompts = comparable(defined)
     assert layers.tolist() == [True, True, False, False]
@@ -92,7 +92,7 @@ def test_what_is_compared_on_the_same_prompts_leaves_out_broken_layers_before_br
     assert not prompts.any()
 
 
-def test_means_and_medians_of_rows_pass_over_what_is_undefined():
+def test_means_and_medians_of_rows_ignore_undefined_values():
     rows = torch.tensor([[1.0, NAN, 5, 2], [3, 1, NAN, 2], [NAN, NAN, NAN, NAN], [1, math.inf, 2, math.inf]])
     np.testing.assert_allclose(mean_of_defined(rows), [8 / 3, 2, NAN, math.inf], rtol=1e-6)
     np.testing.assert_allclose(median_of_defined(rows), [2, 2, NAN, math.inf])

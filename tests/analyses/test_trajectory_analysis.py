@@ -26,7 +26,7 @@ def find(records, metric, layer=None, **tags):
 
 
 def reference(prompt):
-    """Per (metric, layer) the values of each token of one prompt (layers + 1, tokens, dim)."""
+    """Return by (metric, layer) the values of each token of one prompt (layers + 1, tokens, dim)."""
     found = defaultdict(list)
     for points in prompt.transpose(1, 0, 2):
         norms, steps = np.linalg.norm(points, axis=-1), np.diff(points, axis=0)
@@ -70,7 +70,7 @@ def test_every_record_is_the_mean_over_prompts_of_the_mean_over_their_real_token
     assert len(records) == len(each[0]) + medians
 
 
-def test_a_prompt_without_a_token_left_is_left_out_and_counted(model):
+def test_a_prompt_without_a_remaining_token_is_left_out_and_counted(model):
     lonely = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
     records = records_of(Trajectory(batches=Listed(lonely)), model)
     assert {(record.n, record.tags["num_undefined"]) for record in records} == {(1, 1)}

@@ -1,4 +1,4 @@
-"""Jacobians between all tokens of a running model, by plain differentiation, row by row, and what couples them."""
+"""Jacobians between all tokens of a running model by plain differentiation, and their coupling."""
 
 import copy
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ def whole_jacobians(
     outputs: Iterable[int] | None = None,
     final_norm: nn.Module | None = None,
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """d f_l(X)[t] / d X[s] of one prompt as (layers, t, s, dim, dim), and its states, layer by layer.
+    """Return d f_l(X)[t] / d X[s] of one prompt as (layers, t, s, dim, dim), and its states by layer.
 
-    Only the tokens t in `outputs` are differentiated, if it is given.
+    If `outputs` is given, only these tokens t are differentiated.
     """
     states: list[Tensor] = []
     hooks = [blocks[0].register_forward_pre_hook(lambda module, args: states.append(args[0]))]
@@ -40,7 +40,7 @@ def whole_jacobians(
 
 
 def coupling_by_loops(first: np.ndarray, second: np.ndarray, k: int, *, absolute: bool = False) -> tuple[float, float]:
-    """Coupling of two Jacobians (dim, dim) by its definition, and the coupling of random bases."""
+    """Return the coupling of two Jacobians (dim, dim) by its definition, and the coupling of random bases."""
     u, _, vt = np.linalg.svd(second)
     compressed = u[:, :k].T @ first @ vt[:k].T
     spectrum = np.linalg.svd(first, compute_uv=False)
@@ -52,9 +52,9 @@ def coupling_by_loops(first: np.ndarray, second: np.ndarray, k: int, *, absolute
     return 1 - np.linalg.norm(compressed - np.diag(spectrum[:k])) / norm, 1 - np.sqrt(square) / norm
 
 
-def without_block_2(model: nn.Module) -> nn.Module:
+def copy_without_block_2(model: nn.Module) -> nn.Module:
     """Return a copy of a GPT-2 whose second block adds nothing."""
     model = copy.deepcopy(model)
-    for part in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
-        torch.nn.init.zeros_(part.weight)
+    for projection in (model.transformer.h[1].attn.c_proj, model.transformer.h[1].mlp.c_proj):
+        torch.nn.init.zeros_(projection.weight)
     return model

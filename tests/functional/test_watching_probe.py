@@ -75,9 +75,7 @@ def test_the_factor_has_the_lowest_log_loss_and_is_0_if_scores_mislead():
     assert best_factor(prior, scores, targets) == pytest.approx(expected, rel=0.15)  # it adds one row
     assert best_factor(prior, -scores, targets) == 0.0
     assert best_factor(prior, 0 * scores, targets) == 0.0
-    assert (
-        best_factor(torch.zeros(5, 5), torch.eye(5), torch.arange(5)) < 4
-    )  # although all rows are classified correctly
+    assert best_factor(torch.zeros(5, 5), torch.eye(5), torch.arange(5)) < 4  # although every row is a hit
 
 
 def test_optimizer_steps_separate_classes_that_are_not_gaussian():
