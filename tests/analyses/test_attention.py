@@ -48,8 +48,8 @@ def induction_model(*, sharp: float = SHARP) -> nn.Module:
         first[token, 2, before] = torch.eye(TOKENS, dtype=torch.double)
         second[token, 0, before] = sharp * torch.eye(TOKENS, dtype=torch.double)
         second[before, 1, before] = torch.eye(TOKENS, dtype=torch.double)
-        second[position.start, 1, position.start] = -5.0  # the first token has no predecessor and was its own:
-        model.get_parameter("transformer.h.1.attn.c_attn.bias")[position.start] = sharp  # no query matches it
+        second[position.start, 1, position.start] = -5.0  # the first token has no predecessor and copied itself
+        model.get_parameter("transformer.h.1.attn.c_attn.bias")[position.start] = sharp  # so no query may match it
         second[token, 2, token] = torch.eye(TOKENS, dtype=torch.double)
         for number, columns in enumerate((before, token)):
             out = model.get_parameter(f"transformer.h.{number}.attn.c_proj.weight")

@@ -108,12 +108,12 @@ def test_dropped_first_tokens_enter_no_similarity_and_conventions_are_tagged(mod
 
 
 def test_stages_are_those_of_the_layers_after_the_embedding(records):
-    for of, mode in (("layer_cosine", "token"), ("layer_cosine", "flattened"), ("layer_cka", None)):
+    for metric, mode in (("layer_cosine", "token"), ("layer_cosine", "flattened"), ("layer_cka", None)):
         tags = (("mode", mode),) if mode else ()
         layers = range(1, BLOCKS + 1)
-        matrix = torch.tensor([[records[of, layer, other, *tags].value for other in layers] for layer in layers])
+        matrix = torch.tensor([[records[metric, layer, other, *tags].value for other in layers] for layer in layers])
         expected = layer_stages(matrix)
-        rest = (None, None, *sorted((*tags, ("of", of))))
+        rest = (None, None, *sorted((*tags, ("of", metric))))
         sizes = [records[name, *rest].value for name in ("num_beginning", "num_middle", "num_ending")]
         assert sizes == list(expected[:3])
         assert sum(sizes) == BLOCKS

@@ -162,7 +162,7 @@ def test_a_linearly_predictable_token_leaves_little_residual_and_its_relabelling
     model = tiny("gpt2", torch.float64, n_embd=32)
     with torch.no_grad():  # embeddings on a line: the id itself is a feature
         model.transformer.wte.weight[:, 0] = torch.arange(VOCAB, dtype=torch.float64) * 10
-        model.transformer.wte.weight[:, 1], model.transformer.wte.weight[:, 2] = 1e6, -1e6  # all norms are equal
+        model.transformer.wte.weight[:, 1], model.transformer.wte.weight[:, 2] = 1e6, -1e6  # all rows have one scale
     generator = torch.Generator().manual_seed(0)
     rises = torch.randint(0, VOCAB - 26, (12, 1), generator=generator) + torch.arange(25)  # token + 1
     records = run(model, [{"input_ids": rises}])

@@ -98,12 +98,12 @@ def test_a_probe_and_its_metrics_equal_those_of_scikit_learn_on_the_same_feature
     probe = Probe(task=task, tokenizer=str(tokenizer), fit_on=fit_on, c=0.3, **TIGHT)
     records = records_of(probe, model)
     train = data.train if fit_on == "train" else data.train_and_validation()
-    parts = {"train": train, "test": data.test} | ({"validation": data.validation} if fit_on == "train" else {})
+    splits = {"train": train, "test": data.test} | ({"validation": data.validation} if fit_on == "train" else {})
     for layer in range(LAYERS + 1):
         scaler = StandardScaler()
         features = scaler.fit_transform(features_of(model, tokenizer, train.texts, layer))
         sklearn = LogisticRegression(C=0.3, tol=1e-10, max_iter=20000).fit(features, train.targets.numpy())
-        for part, split in parts.items():
+        for name, split in splits.items():
             inputs, truth = scaler.transform(features_of(model, tokenizer, split.texts, layer)), split.targets.numpy()
             predicted, share = sklearn.predict(inputs), sklearn.predict_proba(inputs)
             for metric, expected in (
@@ -111,13 +111,13 @@ def test_a_probe_and_its_metrics_equal_those_of_scikit_learn_on_the_same_feature
                 ("macro_f1", f1_score(truth, predicted, average="macro", labels=np.unique(truth))),
                 ("log_loss", log_loss(truth, share, labels=[0, 1, 2])),
             ):
-                record = value_of(records, metric, layer, split=part)
-                assert record.value == pytest.approx(expected, rel=1e-4), (metric, layer, part)
+                record = value_of(records, metric, layer, split=name)
+                assert record.value == pytest.approx(expected, rel=1e-4), (metric, layer, name)
                 assert record.n == len(truth)
-                if part != "train":
+                if name != "train":
                     assert record.low <= record.value <= record.high
                     assert record.low < record.high or metric == "accuracy" or record.value in (0, 1)
-    assert {r.tags["split"] for r in records} == set(parts)
+    assert {r.tags["split"] for r in records} == set(splits)
     accuracies = [value_of(records, "accuracy", layer, split="test").value for layer in range(LAYERS + 1)]
     assert max(accuracies) > 0.45  # chance is a third, so there is a signal
 
@@ -246,7 +246,7 @@ def test_a_sweep_of_sizes_equals_scikit_learns_probe_on_each_subset(model, token
     train = data.train_and_validation()
     sweep = SampleSizeSweep(task=task, tokenizer=str(tokenizer), layers=[0, 2], num_seeds=2, c=0.3, **TIGHT)
     records = records_of(sweep, model)
-    features, held_out = (features_of(model, tokenizer, part.texts, 2) for part in (train, data.test))
+    features, held_out = (features_of(model, tokenizer, split.texts, 2) for split in (train, data.test))
     for size in (22, 90):
         accuracies, losses = [], []
         for subset in subsets(90, size, 2, 0):

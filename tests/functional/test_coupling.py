@@ -133,9 +133,9 @@ def test_k_is_a_count_if_int_and_a_share_if_float():
     assert num_directions(1, 10) == 1
     assert num_directions(1.0, 10) == 10
     assert num_directions(0.1, 768) == 76
-    assert num_directions(0.3, 10) == 3  # 0.3 x 10 is 2.9999999999999996 in floating point for some shares
+    assert num_directions(0.3, 10) == 3
     assert num_directions(0.7, 10) == 7
-    assert num_directions(0.29, 100) == 29
+    assert num_directions(0.29, 100) == 29  # 0.29 x 100 is 28.999999999999996 in floating point
 
 
 @pytest.mark.parametrize("k", [11, 0, 1.5, 0.05, math.nan])
