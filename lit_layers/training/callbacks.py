@@ -44,14 +44,14 @@ class _Scheduled(L.Callback):
     that hold the network's parameters count. If several step in one batch, the one with the most steps counts. If a
     batch makes several steps, a scheduled step among them is due at the end of the batch.
 
-    The first rank locks the root for writing during training, if its process does not hold the lock already
-    (`lit-layers fit` does). Before the first step, the first callback of a root starts a new run there or resumes its
-    run. It refuses a root that holds another training.
+    The first rank locks the run's folder (`root`) for writing during training, if its process does not hold the lock
+    already (`lit-layers fit` does). If several such callbacks write to one folder, the first of them starts a new run
+    in the folder before the first step, or resumes the run in it. It refuses a folder that holds another training.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
         self.schedule, self.root, self.model = Schedule(steps), root_folder(root), model
-        # Time that training waited for this callback.
+        # Seconds that training has waited for this callback.
         self.paused_seconds = 0.0
         self._last_step, self._first, self._latest = -1, 0, 0
         # Updates of this run, counted only with manual optimization.
@@ -72,7 +72,7 @@ class _Scheduled(L.Callback):
             self._lock.enter_context(run_lock.writing(self.root, part=part))
 
     def _begin(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start or resume the run in the root, unless an earlier callback of the same root does."""
+        """Start or resume the run in the folder, unless an earlier callback of the same folder does that."""
         self._last_step = -1
         peers = [each for each in _callbacks(trainer) if isinstance(each, _Scheduled | RunFolder)]
         peers = [each for each in peers if each.root.resolve() == self.root.resolve()]
@@ -80,14 +80,15 @@ class _Scheduled(L.Callback):
             return
         measuring = next((each for each in peers if isinstance(each, EmergenceCallback)), None)
         model = (measuring or self)._plain_model(pl_module)
-        # Gathering takes time, and only a resumed run compares its weights with earlier measurements.
+        # Gather sharded weights only if the run is resumed: gathering takes time, and only a resumed run compares its
+        # weights with earlier measurements.
         if is_sharded(model):
             strategy: Any = trainer.strategy
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            # `SeriesCheckpoint` stores no id of its training. Only other weights in a saved folder of this step show
-            # that the root holds another training.
+            # `SeriesCheckpoint` stores no id of its training. That the folder holds another training only shows if its
+            # saved checkpoint of this step has other weights.
             own = getattr(records.lineage_in(self.root), "training", None)
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
         else:
@@ -105,7 +106,7 @@ class _Scheduled(L.Callback):
     def on_step(self, trainer: L.Trainer, model: nn.Module, step: int) -> None:
         """Save or measure the network after `step` optimizer steps.
 
-        Every rank must call. The weights may be sharded.
+        Every rank must call this method. The weights may be sharded.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -137,7 +138,7 @@ class _Scheduled(L.Callback):
             self._hooks.callback(hook.remove)
 
     def end_batch(self, trainer: L.Trainer) -> None:
-        """Prepare for `on_step` at the end of each batch, whether or not a step is due."""
+        """Prepare for `on_step`; called at the end of each batch, whether or not its step is in the schedule."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.end_batch(trainer)
@@ -169,7 +170,7 @@ def _callbacks(trainer: L.Trainer) -> list[Any]:
 def _logging_step(trainer: L.Trainer) -> int:
     """Return the step at which Lightning logs the next loss.
 
-    This count differs from `global_step`: a batch in which several optimizers step counts once.
+    This step differs from `global_step`, because a batch in which several optimizers step counts only once.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -179,7 +180,7 @@ def _logs_batch(trainer: L.Trainer) -> bool:
 
 
 def _data(trainer: L.Trainer) -> Any:
-    """Return the run's data module, or None if it has plain loaders."""
+    """Return the run's data module, or None if the run uses plain data loaders."""
     return getattr(trainer, "datamodule", None)
 
 
@@ -193,8 +194,10 @@ class SeriesCheckpoint(_Scheduled):
     Args:
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
-        tokenizer: a local tokenizer folder whose files are copied into each checkpoint; None: the data module's.
-        model: name of the submodule to save; None: `.model` if the module has one, otherwise the module itself.
+        tokenizer: a local tokenizer folder whose files are copied into each checkpoint. With None, the tokenizer of the
+            data module is copied.
+        model: name of the submodule to save. With None, it is `.model` if the module has one, otherwise the module
+            itself.
     """
 
     def __init__(
@@ -226,13 +229,16 @@ class EmergenceCallback(_Scheduled):
         root: the run's folder.
         if_exists: what to do if root already holds a run, as in `lit_layers.watch`. "resume" also continues from a
             Trainer checkpoint of a step without measurements, if this training saved it.
-        run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, recorded with the step; None: the data module's value, if any.
-        model: name of the submodule to measure; None: `.model` if the module has one, otherwise the module itself.
+        run: the run's name in the records. With None, it is the folder's name.
+        tokens_per_step: tokens per optimizer step, from which the number of tokens up to each step is recorded. With
+            None, the value of the data module is used, if it has one.
+        model: name of the submodule to measure. With None, it is `.model` if the module has one, otherwise the module
+            itself.
         watchers: objects that are called when each analysis starts and ends.
-        scalars: which numbers the trainer's loggers get as curves. plotted: one variant of each metric; values per
-            layer only for the main metric of each analysis. all: everything except values per pair of layers or token
-            position. A W&B run gets the rest as pictures and in a table.
+        scalars: which numbers the trainer's loggers get as curves over steps. `plotted` logs each metric once (without
+            its controls and other variants), and one curve per layer only for the main metric of each analysis. `all`
+            logs all numbers except those per pair of layers or per token position. A W&B run also gets the numbers that
+            are not logged as curves, as pictures and in a table.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
@@ -259,7 +265,7 @@ class EmergenceCallback(_Scheduled):
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
-        # The step at which the trainer's loggers get the loss of the measured weights.
+        # The step under which the trainer's loggers get the loss of the measured weights.
         self._log_step = 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -268,7 +274,8 @@ class EmergenceCallback(_Scheduled):
             self.measurer.check(network)
         except InputError as error:
             names = [name for name, _ in pl_module.named_children()]
-            if network is pl_module and names and not known_inside(pl_module):  # else the error names one
+            # The error names a submodule already if the module contains models of transformers or timm.
+            if network is pl_module and names and not known_inside(pl_module):
                 raise InputError(f"{error}; if the network is a part of it, name that: model={names[0]!r}") from error
             raise
 
@@ -287,8 +294,8 @@ class EmergenceCallback(_Scheduled):
         self.measurer.begin(self.schedule.steps)
 
     def end_batch(self, trainer: Any) -> None:
-        # Lightning logs this batch's loss after this hook. It is the loss of the weights before the update, so the new
-        # weights get the step of the next loss.
+        # Lightning logs this batch's loss after this hook. That is the loss of the weights before the update, so
+        # measurements of the updated weights are logged under the step of the next loss.
         self._log_step = _logging_step(trainer) + 1
         if trainer.loggers and self._log_step % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._log_step - 1)

@@ -94,7 +94,7 @@ class LitTextData(LitStepData):
     """A data module for a prepared corpus. Each sample has `num_tokens` + 1 token ids, as inputs and targets overlap.
 
     Args:
-        corpus: as for `EvalText`: python, openwebtext, wikitext, a text source, or a folder made by `prepare`.
+        corpus: python, openwebtext, wikitext, a text source, or a folder made by `prepare`, as for `EvalText`.
         tokenizer: a Hub name, a local tokenizer, or `bpe:SIZE`.
         num_tokens: context length: predictions per sequence.
         global_batch_size: sequences per optimizer step, over all ranks and micro-batches.
@@ -160,7 +160,7 @@ class LitTextData(LitStepData):
 
 
 class _ShuffledBlocks(Dataset[dict[str, Tensor]]):
-    """Blocks of tokens, each shuffled by its own permutation: token counts stay, word order is lost."""
+    """Blocks of tokens, each shuffled by its own permutation, so that it keeps its tokens but loses the word order."""
 
     def __init__(self, blocks: TokenBlocks, seed: int) -> None:
         self.blocks, self.seed = blocks, seed
@@ -184,17 +184,20 @@ class LitImageData(LitStepData):
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
             files, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
-        image_size: size of the model's input in px; None: the source's size, or 224 if its images are large.
+        image_size: size of the model's input in px. With None, it is the size of the source's images, or 224 if those
+            are large.
         normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
         global_batch_size: images per optimizer step, over all ranks and micro-batches.
-        num_validation_images: number of images of the test split; the first ones are used; None: all.
+        num_validation_images: number of images of the test split that are used, from the first on; None uses all.
         validation_batch_size: images per validation batch and rank.
-        crop_padding: pixels of zeros on each side of a small image before it is cropped to its size; 0: no crop.
+        crop_padding: pixels of zeros that are added on each side of a small image before it is cropped to its original
+            size; 0 turns cropping off.
         flip: whether to mirror each image with probability 0.5.
-        rand_augment: RandAugment in timm's notation, e.g. rand-m9-mstd0.5-inc1; None: off.
+        rand_augment: RandAugment in timm's notation, e.g. rand-m9-mstd0.5-inc1; None turns it off.
         erasing: probability that a rectangle of an image is filled with noise.
         num_repeats: number of consecutive samples of the same image, each with its own augmentation (3 in DeiT's
-            repeated augmentation). The number of samples per epoch stays, so an epoch has fewer images.
+            repeated augmentation). The number of samples per epoch does not change, so an epoch has fewer different
+            images.
         seed: seed for the order of the images and their augmentation.
         shuffle_labels: whether to permute the labels of the training images once, as a control without structure.
             Validation labels are not permuted.

@@ -50,7 +50,7 @@ BETAS = (0.9, 0.999)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """Options for further training of a model.
+    """Options for training a given model further.
 
     Args:
         learning_rate: peak learning rate.
@@ -58,13 +58,14 @@ class TrainingRecipe:
         num_tokens: predictions per sequence; longer rows are cut.
         warmup_steps: steps of linear warm-up.
         weight_decay: weight decay of matrices and embeddings.
-        gradient_clip: largest norm of the gradient; None: no clipping.
+        gradient_clip: norm to which larger gradients are clipped; None turns clipping off.
         precision: precision of Lightning's Trainer.
-        seed: seed for the order of the data and dropout, for drawn rows and for a new head.
+        seed: seed for the order of the data, for dropout, for the choice of random rows and for the weights of a new
+            head.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    # YAML reads 5e-5 as text. pydantic converts it to a number.
+    # pydantic converts the learning rate to a number, because YAML reads 5e-5 as text.
     learning_rate: float = 5e-5
     batch_size: int = 64
     num_tokens: int = 128
@@ -97,10 +98,14 @@ def name_of(variant: Variant) -> str:
 
 
 def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the result in a file, or None if there is no file.
+    """Return the saved result of a training, or None if there is no such file.
+
+    Args:
+        file: the file of the result.
+        settings: everything that determines the result (options, weights, data), as it must be in the file.
 
     Raises:
-        InputError: if the file is the result of other settings, or is damaged.
+        InputError: if the file is damaged, or is the result of other settings.
     """
     if not file.is_file():
         return None
@@ -136,21 +141,23 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        # A metric whose records have no interval is no share of rows. Without its name, it gets no Wilson interval.
+        # `interval` chooses a Wilson interval by the name of a metric. If the records of the orders have no interval,
+        # the metric is not a share of rows, and an empty name is passed to avoid the Wilson interval.
         ends = interval("" if orders[0].low is None else metric, value, error, n or 1)
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
 
 @dataclass(kw_only=True)
 class TrainedVariants(Analysis):
-    """The base of analyses that train a model in each variant of its block order.
+    """The base of analyses that train a model in each of several variants.
 
+    A variant is the model with its blocks in a certain order (skipped, repeated, shuffled, ...). The function
     `lit_layers.functional.block_schedules.variants` explains the options that select variants.
 
     Args:
         root: the folder for the result of each variant; a variant with a result is not trained again.
         tokenizer: a local path or a name on the Hub.
-        variants, middles, seeds, loops, custom: the block orders; the full model is always included.
+        variants, middles, seeds, loops, custom: options that select the variants; the full model is always included.
         tell: callback that receives a message about each training.
     """
 
@@ -176,7 +183,7 @@ class TrainedVariants(Analysis):
             raise InputError(f"recipe: precision: {' '.join(str(error).split())}") from error
 
     def chosen(self, model: LayeredModel) -> list[Variant]:
-        """Return the variants of this model, the full model first.
+        """Return the variants of this model that the options select. The full model comes first.
 
         Raises:
             InputError: if options do not fit the model.
@@ -184,7 +191,7 @@ class TrainedVariants(Analysis):
         return variants_of(self, model)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        """Yield the records of each variant, then the means over seeds of random orders."""
+        """Yield the records of each variant, then the means over random orders with different seeds."""
         records: list[Record] = []
         try:
             for results in self.train_all(model):
@@ -196,7 +203,7 @@ class TrainedVariants(Analysis):
 
     @abstractmethod
     def train_all(self, model: LayeredModel) -> Iterator[list[Record]]:
-        """Yield the records of each variant, and train the variants without a result."""
+        """Yield the records of each variant; a variant without a saved result is trained first."""
 
     def notify(self, message: str) -> None:
         if self.tell is not None:
@@ -217,10 +224,15 @@ def accelerator_of(model: LayeredModel) -> str:
 
 
 def check_texts(model: LayeredModel, num_tokens: int, size: int, *, vocabulary: int, tokenizer: str) -> None:
-    """Check that the model's context holds `num_tokens`, and its `vocabulary` the `size` of the tokenizer.
+    """Check that a model takes texts of `num_tokens` tokens, and has at least as many token ids as a tokenizer.
+
+    Args:
+        size: number of tokens of the tokenizer.
+        vocabulary: number of tokens that the model knows.
+        tokenizer: name of the tokenizer in error messages.
 
     Raises:
-        InputError: naming the option.
+        InputError: if one of the two is not the case; the message names the option to change.
     """
     kind = type(model.model).__name__
     if model.max_tokens is not None and num_tokens > model.max_tokens:
@@ -243,10 +255,10 @@ class TaskFinetuningRecipe(TrainingRecipe):
 
     Args:
         task: a task of lm-eval, or of the folder of local data, with training rows.
-        num_epochs: passes over the training rows; rows of the next pass fill up the last batch.
-        num_train: number of training rows; the first ones are used; None: all.
-        limit: number of scored rows; the first ones are used; None: all.
-        min_lr_ratio: final learning rate divided by the peak; 1: constant.
+        num_epochs: passes over the training rows. The last batch is filled up with rows of the next pass.
+        num_train: number of training rows that are used, from the first on; None uses all.
+        limit: number of rows that are scored, from the first on; None scores all.
+        min_lr_ratio: final learning rate divided by the peak; with 1, the learning rate is constant.
     """
 
     task: str
@@ -262,7 +274,7 @@ class TaskFinetuningRecipe(TrainingRecipe):
 
 
 class LitAnswers(LitCausalLM):
-    """A training module for a given model on prompts with answers. The loss covers only the answers' tokens."""
+    """A training module that trains a given model on prompts with answers. Only tokens of answers enter the loss."""
 
     def __init__(self, model: Network, recipe: TaskFinetuningRecipe, steps: int) -> None:
         super().__init__(
@@ -315,7 +327,8 @@ def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class TaskFinetuning(TokenizerMixin, TrainedVariants):
     """Scores of a task before and after fine-tuning each variant of a causal language model on the task.
 
-    The records are `task_score`, and `task_score_norm` and others if the task has them, tagged `when` and `task`.
+    A variant is the model with its blocks in a certain order. The records are `task_score`, and `task_score_norm` and
+    others if the task has them, tagged `when` and `task`.
 
     A training row is lm-eval's prompt without examples, the right answer and the end of text. The loss covers only the
     answer and the end of text. Training rows and scored rows come from different splits of the task's data set.
@@ -332,8 +345,8 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
     Args:
         recipe: task, epochs, learning rate, ...
-        folder: a folder of local data, whose `tasks.yaml` names the files of the task and of its `train` rows; None:
-            the Hub.
+        folder: a folder of local data, whose `tasks.yaml` names the files of the task and of its `train` rows. With
+            None, the data come from the Hub.
     """
 
     UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
@@ -399,10 +412,10 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 
     def variant_scores(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
-        """Return the scores "before" and "after" training a variant, from its folder or by training it.
+        """Return the scores "before" and "after" training a variant: the saved ones, or else those of a new training.
 
         Raises:
-            InputError: if the folder has the result of other settings.
+            InputError: if the variant's folder holds the result of other settings (options, weights, data).
         """
         folder, settings = Path(self.root) / name_of(variant), self.settings(model, variant)
         file = folder / RESULT
@@ -419,7 +432,10 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         return scores
 
     def _train(self, network: Network, model: LayeredModel, variant: Variant) -> tuple[Scores, Scores]:
-        """Train `network`, a copy of the model, in the variant's order, and return its scores before and after."""
+        """Train `network` (a copy of the model) with its blocks in the variant's order.
+
+        Return its scores before and after the training.
+        """
         rows = [self._token_ids(*texts) for texts in self.texts]
         with running_order(network, variant.schedule):
             before = self._scores(network, model.max_tokens)
@@ -428,7 +444,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             return before, self._scores(network.to(model.device), model.max_tokens)
 
     def _records(self, variant: Variant, when: str, scores: Scores) -> Iterator[Record]:
-        """Yield one record per metric, with its standard error over rows."""
+        """Yield one record per metric, with the standard error of its value over the scored rows."""
         tags = {**variant.tags, "task": self.recipe.task, "when": when}
         for metric, (value, error, n) in scores.items():
             ends = interval(metric, value, error, n)

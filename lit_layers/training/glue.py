@@ -41,12 +41,16 @@ from lit_layers.training.modules import LitModule, warmup_linear
 
 ANALYSIS, SCORE = "intervene/glue", "task_score"
 Training = Literal["full", "frozen"]
-# Options that choose which results to compute. They do not change a result.
+# Options that select which results are computed. They do not affect the results themselves, so a saved result does not
+# list them.
 _CHOOSING = ("tasks", "training")
 
 
 class EncodedRows:
-    """Rows as token ids with special tokens. If a pair is too long, the longer of its texts is truncated."""
+    """Rows of a task (a text or a pair of texts each) as token ids with special tokens.
+
+    If a pair is too long, the longer of its texts is truncated.
+    """
 
     def __init__(self, tokenizer: TextTokenizer, rows: GlueRows, *, max_tokens: int) -> None:
         self.tokenizer, self.rows, self.max_tokens = tokenizer.tokenizer, rows, max_tokens
@@ -82,13 +86,13 @@ class GlueRecipe(TrainingRecipe):
 
     Args:
         tasks: names in `lit_layers.tasks.catalogue.GLUE`.
-        training: full trains every weight; frozen trains only the new head; both may be given.
+        training: `full` trains every weight, `frozen` only the new head; both may be given.
         num_epochs: passes over the training rows.
-        max_steps: upper limit of the optimizer steps; None: no limit.
+        max_steps: largest number of optimizer steps; None sets no limit.
         learning_rate: peak learning rate of full training.
         frozen_learning_rate: peak learning rate with a frozen trunk.
-        num_train: number of random training rows; None: all.
-        num_validation: number of random validation rows; None: all.
+        num_train: number of training rows, which are drawn at random; None uses all.
+        num_validation: number of validation rows, which are drawn at random; None uses all.
     """
 
     tasks: Sequence[str] = ("cola", "mrpc", "rte", "sst2", "stsb")
@@ -154,8 +158,8 @@ class LitGlue(LitModule):
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        # The signature gives the names of the inputs. `LayeredModel` would check the network again after each change of
-        # weights, so at every step, and that check fails if blocks run in another order.
+        # Read the names of the inputs from the signature, not from a `LayeredModel`. That would check the network again
+        # at every step, as the weights have changed, and the check fails if blocks run in another order.
         takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")
@@ -199,7 +203,7 @@ class GlueScores(TokenizerMixin, TrainedVariants):
         task: a name in `lit_layers.tasks.catalogue.GLUE`.
         recipe: the training options.
         model: a folder with an encoder, or a name on the Hub.
-        folder: a folder of local data, whose `tasks.yaml` names the files; None: the Hub.
+        folder: a folder of local data, whose `tasks.yaml` names the files. With None, the data come from the Hub.
     """
 
     UNMEASURED = (*TrainedVariants.UNMEASURED, "folder")
@@ -267,7 +271,10 @@ class GlueScores(TokenizerMixin, TrainedVariants):
     def score(
         self, network: Network, variant: Variant, training: Training, data: GlueData, model: LayeredModel
     ) -> dict[str, float]:
-        """Train a copy of the network in the variant's order, on the model's device, and return its metrics."""
+        """Train a copy of the network with its blocks in the variant's order, and return its scores by metric.
+
+        The training runs on the device of `model`.
+        """
         module = LitGlue(copy.deepcopy(network), data.task, self.recipe, training)
         with running_order(trunk_of(module.model), variant.schedule):
             self.fit(module, data, model, steps=self.recipe.steps(len(data.rows["train"])))

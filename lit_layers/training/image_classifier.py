@@ -32,25 +32,25 @@ class LitImageClassifier(LitModule):
     Args:
         architecture: a name of timm (`vit_tiny_patch16_224`, `deit_small_patch16_224`, ...); the weights are new.
         config: arguments of timm's VisionTransformer (embed_dim, depth, num_heads, ...); unknown ones are refused.
-        init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture. It gives the weights,
-            and this run continues from its step. The optimizer starts fresh.
-        patch_size: patch size in px, a divisor of the image size; None: the architecture's.
+        init_from: a folder with a model, or a .ckpt that a Trainer saved, of this architecture. The weights are read
+            from it, and this run continues from its step with a new optimizer.
+        patch_size: patch size in px, a divisor of the image size; None keeps that of the architecture.
         drop_path_rate: stochastic depth rate of the last block; it grows linearly from 0 at the first block.
         init_seed: seed of the initial weights, independent of every other seed.
         lr: peak learning rate.
         weight_decay: weight decay of matrices and kernels; biases, norms, class token and position embedding have none.
         betas: betas of AdamW.
         warmup_steps: optimizer steps of linear warm-up.
-        decay_steps: step at which the cosine ends; None: the last step of the run.
+        decay_steps: step at which the cosine decay ends; None stands for the last step of the run.
         min_lr_ratio: final learning rate divided by the peak.
         label_smoothing: share of the target that is spread over all classes.
-        mixup: alpha of the Beta distribution from which the weight of two blended images is drawn; 0: off.
-        cutmix: alpha of the Beta distribution from which the size of a pasted rectangle is drawn; 0: off. If both are
-            on, each batch uses one of them. Both need an even number of images per micro-batch.
-        compile: trains through `torch.compile`. `.model` stays eager, and the analyses use it.
+        mixup: alpha of the Beta distribution from which the weight of two blended images is drawn; 0 turns mixup off.
+        cutmix: alpha of the Beta distribution from which the size of a pasted rectangle is drawn; 0 turns cutmix off.
+            If both are on, each batch uses one of them. Both need an even number of images per micro-batch.
+        compile: whether to train through `torch.compile`. `.model` is not compiled, and the analyses use it.
     """
 
-    # DeiT does not clip, but the norm is a useful curve.
+    # Log the gradient norm even without clipping: DeiT does not clip gradients, but their norm is a useful curve.
     measures_unclipped_norm = True
 
     def __init__(
@@ -157,10 +157,10 @@ def _refuse_repeated(config: Mapping[str, Any] | None, names: set[str]) -> None:
 
 
 def _unpack(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the images and labels of a batch, given by name or as a pair.
+    """Return the images and labels of a batch, which holds them by name or as a pair.
 
     Raises:
-        InputError: if the batch is neither.
+        InputError: if the batch has neither form.
     """
     if isinstance(batch, Mapping) and {"pixel_values", "labels"} <= batch.keys():
         return batch["pixel_values"], batch["labels"]

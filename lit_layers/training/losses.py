@@ -41,7 +41,10 @@ def _mask_padding(rows: Tensor, vocab_size: int) -> Tensor:
 
 
 def network_loss(network: Callable[..., Any], input_ids: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """Return the `next_token_loss` of a causal language model. As one function it compiles to one graph."""
+    """Return the `next_token_loss` of a causal language model.
+
+    The forward pass and the loss are in one function so that `torch.compile` makes one graph of both.
+    """
     return next_token_loss(network(input_ids=input_ids, use_cache=False).logits, targets, vocab_size)
 
 
@@ -71,16 +74,16 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = ctx.saved_tensors
-        # The division by the number of rows waits until here. In float16, `grad_loss` carries the loss scale, which
-        # keeps tiny entries from underflowing to 0.
+        # Divide by the number of rows only here: in float16, `grad_loss` contains the loss scale, which keeps tiny
+        # entries from underflowing to 0.
         return gradient.mul_(grad_loss / len(gradient)), None, None
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
     """Return the mean loss of a step's micro-batches.
 
-    Lightning has divided each loss by `accumulate`. The last step of an epoch may have fewer micro-batches. The sum of
-    the divided losses is then too small.
+    Lightning has divided each loss by `accumulate`, so the mean is usually the sum of these losses. But the last step
+    of an epoch may have fewer micro-batches, and this sum would then be too small.
     """
     return torch.stack([*losses]).sum() * (accumulate / len(losses))
 

@@ -46,8 +46,9 @@ def adamw(
 def parameter_groups(model: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
     """Split the trainable parameters into a group with weight decay and a group without.
 
-    Vectors (biases, norms, layer scales) have no weight decay. Neither have parameters that the model itself exempts
-    (timm: class token, position embedding). With `weight_decay` None, the others use the optimizer's own value.
+    Vectors (biases, norms, layer scales) have no weight decay, nor have parameters that the model itself exempts (timm:
+    class token, position embedding). If `weight_decay` is None, all other parameters have the optimizer's default
+    weight decay.
     """
     exempt = set(getattr(model, "no_weight_decay", set)())
     trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
@@ -97,7 +98,8 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
     """Return a function from step to a factor of the peak learning rate: linear warm-up, then linear decay.
 
-    The factor would be 0 at step `steps`. The last step is `steps` - 1, so every update has a positive factor.
+    The factor reaches 0 at step `steps`. As steps count from 0, the last one is `steps` - 1, so every update has a
+    positive factor.
     """
 
     def factor(step: int) -> float:
@@ -145,11 +147,11 @@ class LitModule(L.LightningModule, ABC):
     decay_steps: int | None
     compile_model = False
     grad_norm: Tensor | None = None
-    # Whether to compute the gradient norm even if gradients are not clipped.
+    # Whether to compute and log the gradient norm even if gradients are not clipped.
     measures_unclipped_norm = False
     init_from: str | None = None
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None: AdamW
-    make_scheduler: Callable[[Any], Any] | None = None  # None: `lr_factor`
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None stands for AdamW
+    make_scheduler: Callable[[Any], Any] | None = None  # None stands for `lr_factor`
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -176,16 +178,17 @@ class LitModule(L.LightningModule, ABC):
 
     @functools.cached_property
     def start(self) -> tuple[Checkpoint, Origin]:
-        """Return the checkpoint that `init_from` names, with its origin.
+        """Return the checkpoint that `init_from` names, and its origin: the steps and tokens before this run.
 
-        A resumed run replaces this checkpoint by the step folder that the run saved at its start.
+        If the run is resumed, this value is replaced by the checkpoint in the step folder that the run saved at its
+        start.
         """
         assert self.init_from is not None
         return find_origin(self.init_from)
 
     @property
     def data(self) -> Any:
-        """Return the run's data module, or None with plain loaders."""
+        """Return the run's data module, or None if the run uses plain data loaders."""
         return getattr(self.trainer, "datamodule", None)
 
     def configure_model(self) -> None:
@@ -198,7 +201,7 @@ class LitModule(L.LightningModule, ABC):
         self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Set the network to train and what depends on it."""
+        """Set the network to train; subclasses also set what depends on it, such as its number of classes."""
         self.model = model
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -235,7 +238,7 @@ class LitModule(L.LightningModule, ABC):
         # Bypass `nn.Module.__setattr__`: as a submodule, the compiled module would put every weight into the state dict
         # a second time. Compile only now: a callback that averages weights copies this module before.
         vars(self)["_compiled"] = torch.compile(self.model) if self.compile_model else self.model
-        # Listed once: walking through all modules takes a millisecond, too long for every step.
+        # List the parameters once: walking through all modules takes a millisecond, too long for every step.
         self._weights = [*self.model.parameters()]
 
     @property
@@ -295,22 +298,23 @@ class LitCausalLM(LitModule):
         architecture: a transformers model type (`gpt2`, `gpt_neox`, `llama`, ...), or a local folder with a
             config.json; the weights are new.
         init_from: a folder with a model, a .ckpt that a Trainer saved, or NAME@REVISION of the Hub
-            (`EleutherAI/pythia-70m@step1000`). It replaces `architecture` and gives the weights. This run continues
-            from its step and tokens. The optimizer starts fresh.
+            (`EleutherAI/pythia-70m@step1000`). It replaces `architecture`, and the weights are read from it. This run
+            continues from its step and tokens with a new optimizer.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: seed of the initial weights, independent of every other seed.
-        pad_vocab_to: the embedding size is rounded up to a multiple of this (tensor cores prefer 64). Padding rows
-            never enter a loss, a measurement or a saved model. None: the vocabulary size is kept.
+        pad_vocab_to: number to a multiple of which the vocabulary is padded (tensor cores prefer 64); None adds no
+            padding. Padding rows never enter a loss, a measurement or a saved model.
         lr: peak learning rate.
         weight_decay: weight decay of matrices and embeddings; other parameters have none.
         betas: betas of AdamW.
         warmup_steps: optimizer steps of linear warm-up.
-        decay_steps: step at which the cosine ends; None: the last step of the run.
+        decay_steps: step at which the cosine decay ends; None stands for the last step of the run.
         min_lr_ratio: final learning rate divided by the peak.
-        compile: trains through `torch.compile`, on a GPU with the loss in the same graph. `.model` stays eager, and the
-            analyses use it.
-        activation_checkpointing: stores only each block's input and recomputes the rest in the backward pass: less
-            memory, about a third more time, the same gradients.
+        compile: whether to train through `torch.compile`; on a GPU, the loss is in the same graph. `.model` is not
+            compiled, and the analyses use it.
+        activation_checkpointing: whether to store only the input of each block in the forward pass, and to compute its
+            other activations again in the backward pass. This takes less memory and about a third more time, and gives
+            the same gradients.
     """
 
     def __init__(
@@ -406,7 +410,7 @@ class LitCausalLM(LitModule):
         """Return the mean next-token cross-entropy in nats over a batch of rows of `num_tokens` + 1 ids."""
         tokens = _token_ids(batch)
         loss = self.__dict__.get("_loss", functools.partial(network_loss, self._network))
-        # Blocks of tokens have no padding. Attention therefore needs only its causal flag and no mask tensor.
+        # Attention gets only its causal flag and no mask tensor, because batches have no padding.
         with causal_by_flag(self.model):
             return loss(tokens[:, :-1], tokens[:, 1:], true_vocab_size(self.model))
 

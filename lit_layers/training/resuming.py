@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class DivergedError(RuntimeError):
-    """The loss or the weights are not finite. All ranks raise it at the same batch."""
+    """The loss or the weights are not finite. All ranks raise this error at the same batch."""
 
 
 def refuse_diverged_losses(
@@ -48,7 +48,7 @@ def refuse_diverged_losses(
             device.
 
     Raises:
-        DivergedError: naming the first step without a finite loss, and the last healthy checkpoints.
+        DivergedError: if a loss is not finite. The message names the first such step and the last healthy checkpoints.
     """
     step = next((step for step in sorted(losses) if not math.isfinite(losses[step])), None)
     if step is None:
@@ -62,10 +62,10 @@ def refuse_diverged_losses(
 
 
 def refuse_diverged_weights(trainer: L.Trainer, pl_module: L.LightningModule, step: int, root: Path) -> None:
-    """Raise an error if a weight is not finite. All ranks must call, before they save a resume checkpoint.
+    """Raise an error if a weight is not finite. All ranks must call this before they save a resume checkpoint.
 
     Raises:
-        DivergedError: naming the step and the last healthy checkpoints.
+        DivergedError: if a weight is not finite. The message names the step and the last healthy checkpoints.
     """
     if not _are_finite(trainer, pl_module):
         raise DivergedError(_message(f"weights are not finite after step {step}", step, root))
@@ -78,7 +78,8 @@ def _are_finite(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
 
 
 def _message(what: str, step: int, root: Path) -> str:
-    # A finite loss of the next step shows that the weights after a step are finite. The series has no other check.
+    # Checkpoints of the saved series are not checked for finite weights. One counts as healthy if the next step had a
+    # finite loss, which shows that the weights were finite.
     series = [step_folder(root, saved) for saved in saved_steps(root) if saved + 1 < step][-1:]
     resume = [step_folder(root / "resume", saved) for saved in saved_steps(root / "resume")][-1:]
     healthy = " and ".join(map(str, series + resume)) or "none"
@@ -114,7 +115,7 @@ class ResumeCheckpoint(L.Callback):
 
     Args:
         root: the run's folder.
-        every: steps between two checkpoints; None: only at the end and on SIGTERM.
+        every: steps between two checkpoints. With None, they are only written at the end and on SIGTERM.
         keep: number of newest checkpoints to keep.
     """
 
@@ -126,7 +127,7 @@ class ResumeCheckpoint(L.Callback):
         self._ranks: OneProcess | Ranks = OneProcess()
         self._last_step = -1
         self._writer = ThreadPoolExecutor(1, "resume-checkpoint")
-        self._writing: Future[None] | None = None  # only on the first rank
+        self._writing: Future[None] | None = None  # the write in progress, only on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Lightning's handler starts a collective as soon as the signal arrives. If a rank is inside another collective,
@@ -141,9 +142,10 @@ class ResumeCheckpoint(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._ranks = ranks_of(trainer.world_size)
-        # This step needs no checkpoint: the run started from its state.
+        # Write no checkpoint of this step, because the run started from its state.
         self._last_step = axis_step(trainer)
-        # Loading a checkpoint has replaced the parameter groups. A checkpoint of another optimizer lacks some options.
+        # Loading a checkpoint has replaced the optimizer's parameter groups. If they lack some of its options, the
+        # checkpoint was saved with another optimizer.
         for optimizer in trainer.optimizers:
             options = optimizer.defaults.keys() - {"differentiable"}  # torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):
@@ -171,7 +173,7 @@ class ResumeCheckpoint(L.Callback):
         self._stopping = True
 
     def _any_stopping(self) -> bool:
-        """Return whether any rank received SIGTERM. All ranks must call, and all get the same answer."""
+        """Return whether any rank received SIGTERM. All ranks must call this, and all get the same answer."""
         if isinstance(self._ranks, OneProcess):
             return self._stopping
         flag = torch.tensor([int(self._stopping)])
@@ -188,7 +190,7 @@ class ResumeCheckpoint(L.Callback):
             self._writing.exception()
 
     def wait(self) -> None:
-        """Wait until the pending checkpoint is complete. Every rank must call.
+        """Wait until the pending checkpoint is complete. Every rank must call this.
 
         Raises:
             InputError: if the checkpoint could not be written.
@@ -197,12 +199,14 @@ class ResumeCheckpoint(L.Callback):
         self._ranks.from_first(lambda: None if writing is None else writing.result())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # `RunLog.on_save_checkpoint` has checked the losses. They do not cover the weights after the last step.
+        # Check the weights after the last step. The losses, which `RunLog.on_save_checkpoint` has checked, are those of
+        # earlier weights.
         refuse_diverged_weights(trainer, pl_module, axis_step(trainer), self.folder.parent)
         checkpoint[SHARDED] = shards_weights(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Convert the number of batches to this run's accumulation. Otherwise the first step could get too few batches.
+        # Recompute the number of batches so far, as this run may accumulate another number of batches per step.
+        # Otherwise, the first step could get too few batches.
         batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["current"], progress["total"]):
@@ -215,7 +219,7 @@ class ResumeCheckpoint(L.Callback):
         self._last_step, started = step, time.perf_counter()
         self.wait()
         connector: Any = trainer._checkpoint_connector
-        # All ranks must call: with sharded weights this is a collective.
+        # All ranks must call this: with sharded weights it is a collective operation.
         state = connector.dump_checkpoint(weights_only=False)
         if trainer.is_global_zero:
             self._writing = self._writer.submit(self._write, _cpu_copy(state), step)
@@ -235,8 +239,8 @@ def _save(path: Path, content: Any) -> str:
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
-        # If writing fails (such as on a full disk), torch raises RuntimeError while it closes the archive. The error of
-        # the system is then only the context.
+        # If writing fails (such as on a full disk), torch raises a RuntimeError while it closes the archive. The error
+        # of the system is only the context of that error.
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
@@ -251,7 +255,7 @@ def _hash(path: Path) -> str:
 
 
 def _cpu_copy(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state on the CPU. Equal views of the same memory are copied once."""
+    """Return a copy of the state on the CPU. Tensors that are equal views of the same memory are copied only once."""
     copies: dict[tuple, Tensor] = {}
     memo: dict[int, Any] = {}
     for leaf in tree_leaves(state):
@@ -346,7 +350,7 @@ def _load(strategy: Any, path: str | Path, weights_only: bool | None = True) -> 
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # Suppressed, because errors of `torch.load` advise the user to load the file with `weights_only=False`.
+    # Hide the original error: errors of `torch.load` advise the user to load the file with `weights_only=False`.
     with contextlib.suppress(pickle.UnpicklingError, EOFError, RuntimeError):
         if isinstance(state := torch.load(path, map_location="cpu", weights_only=True, mmap=True), dict):
             return state

@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d{9,})")
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Return `<root>/step-000001000`. These names sort like the steps."""
+    """Return the folder of a saved step, such as `<root>/step-000001000`. Such names sort like the steps."""
     return root / f"step-{step:09d}"
 
 
@@ -107,7 +107,7 @@ class Origin:
 
 
 def origin_of(trainer: L.Trainer) -> Origin:
-    """Return the origin of the module in training, or step 0 if the module has none."""
+    """Return the origin of the module in training; if the module has none, the origin is step 0."""
     return getattr(trainer.lightning_module, "origin", None) or Origin()
 
 
@@ -117,7 +117,7 @@ def axis_step(trainer: L.Trainer) -> int:
 
 
 def planned_steps(trainer: L.Trainer) -> int | None:
-    """Return the number of steps after which `max_steps` or `max_epochs` ends this run, or None without end."""
+    """Return the number of steps after which `max_steps` or `max_epochs` ends this run, or None if neither does."""
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else None
 
@@ -138,15 +138,15 @@ def find_origin(name: str) -> tuple[Checkpoint, Origin]:
 
 
 def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
-    """Return the checkpoint that a run started from, and the run's origin, from the run's own folder.
+    """Return the checkpoint that a run started from, and the run's origin, as the run's own folder holds them.
 
-    The folder holds a copy of those weights as its first step.
+    The run saved a copy of the weights that it started from as its first step folder.
 
     Args:
-        described: the origin in run.json.
+        described: the origin as it is stored in run.json.
 
     Returns:
-        The pair, or None if the folder of that step is gone.
+        The checkpoint and the origin, or None if that step folder no longer exists.
     """
     source = {name: value for name, value in described.items() if name not in ("step", "tokens")}
     origin = Origin(described["step"], described["tokens"], source)
@@ -196,7 +196,8 @@ def refuse_used_folder(root: Path, if_exists: IfExists, *, is_fit: bool = False)
     """Refuse a root that already holds a run.
 
     Args:
-        is_fit: whether the caller is `lit-layers fit`. Then its files also count, and the error names its options.
+        is_fit: whether the caller is `lit-layers fit`. If so, files that only `fit` writes also show that there is a
+            run, and the error names the options of `fit`.
 
     Raises:
         InputError: if `root` holds a run and `if_exists` is "refuse", or `if_exists` is unknown.
@@ -216,9 +217,9 @@ def begin_training(
     """Start a new run in `root`, or resume the run in it at a step.
 
     Args:
-        run: the name of the run; None: the name of the resumed run, or of the folder.
-        weights: function that returns the hash of the weights at the start; None: unknown, as they are sharded.
-        saved_by: id of the training that saved the state to resume from, if known.
+        run: the name of the run. With None, it is the name of the resumed run, or that of the folder for a new run.
+        weights: function that returns the hash of the weights at the start; None if they were not gathered.
+        saved_by: id of the training that saved the state to resume from; None if it is unknown.
 
     Raises:
         InputError: if `root` holds a run and `if_exists` is "refuse", or if the run to resume did not have these
@@ -283,7 +284,7 @@ def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
     """Check that the options of a resumed run give the data, model, seed and optimizer of the run in `root`.
 
     Raises:
-        InputError: naming the first option that differs.
+        InputError: if an option differs. The message names the first one.
     """
     before = run_facts(root, needed=_REQUIRED)["config"]
     now = json.loads(json.dumps(dict(options), default=str))
@@ -307,7 +308,7 @@ def check_same_run(root: Path, options: Mapping[str, Any]) -> None:
 
 
 def _decay_end(options: Mapping[str, Any]) -> Any:
-    """Return the step at which the learning rate stops decaying, None if the module has no `decay_steps`.
+    """Return the step at which the learning rate stops decaying, or None if the module has no option `decay_steps`.
 
     The default of `decay_steps` is `max_steps`.
     """
@@ -363,7 +364,10 @@ class RunFolder(L.Callback):
             self.started = True
 
     def _check_inputs(self, now: Mapping[str, Any]) -> None:
-        """Check inputs that can change under the same options, such as the text of a corpus or a default precision."""
+        """Check that a resumed run has the same inputs as before.
+
+        Inputs can change while the options stay the same, such as the text of a corpus or a default precision.
+        """
         before = run_facts(self.root, needed=_REQUIRED)
         started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
         for name, old, new in (
@@ -388,8 +392,8 @@ class RunFolder(L.Callback):
         self.started = True
 
     def _take_over(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # `_describe` hashes the data, which is slow, so it comes before any file changes: a kill here leaves the
-        # earlier run. A later kill leaves no run or the new one.
+        # `_describe` hashes the data, which is slow, so it is called before any file changes: if the process is killed
+        # here, the earlier run remains. If it is killed later, the folder holds no run or the new one.
         facts = self._describe(trainer, pl_module)
         self._clean_up()
         backup = self.root / f".old-{self.run_id}"
@@ -418,7 +422,7 @@ class RunFolder(L.Callback):
         For a resumed run, values whose name ends in `seconds` are added to the earlier ones.
         """
         before = run_facts(self.root)
-        # The file was removed during the run. A new one with only these facts would hide that.
+        # Write nothing if the file was removed during the run: a new file with only these facts would hide that.
         if not before:
             return
         for name in facts.keys() & before.keys() if self.resume else ():
@@ -455,7 +459,7 @@ class RunFolder(L.Callback):
 
 
 def _new_id() -> str:
-    """Return a new run id. In a W&B sweep it is the id that the agent sets, as W&B accepts no other."""
+    """Return a new run id. In a W&B sweep, return the id that W&B's agent has set, as W&B accepts no other."""
     fresh = uuid.uuid4().hex[:8]
     return os.environ.get("WANDB_RUN_ID") or fresh if os.environ.get("WANDB_SWEEP_ID") else fresh
 

@@ -18,7 +18,7 @@ from lit_layers.training.losses import mean_of_step
 from lit_layers.training.resuming import refuse_diverged_losses
 from lit_layers.training.run_folder import Origin, axis_step, origin_of
 
-# Attributes of a data module with the amount of data per step, and the names of the speed curves.
+# Attributes of a data module that state the amount of data per step, and the name of the speed curve for each.
 _SPEEDS = {"tokens_per_step": "train/tokens_per_second", "images_per_step": "train/images_per_second"}
 # Columns of every row. Values that a user logs under these names are dropped.
 _RESERVED = {"step", "tokens", "epoch", "train/loss", "train/learning_rate"}
@@ -38,8 +38,8 @@ class RunLog(L.Callback, Logger):
     Rows also hold the gradient norm and the speed, if known. As a logger of the Trainer, this object adds the values
     that modules and callbacks log to the row of the current step. Losses stay on the device and are copied together
     every `log_every_n_steps`, so most steps do not wait for the device. The rows are written at the start of the next
-    step, and mirrored to W&B with the measurements of their steps. Callbacks after this one may log from
-    `on_train_start` on.
+    step, and mirrored to W&B with the measurements of their steps. Callbacks that come later in the Trainer's list may
+    log values from their `on_train_start` on.
     """
 
     name = version = property(lambda self: "")
@@ -48,7 +48,7 @@ class RunLog(L.Callback, Logger):
     def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
-        # Length in bytes that the file had when the resume checkpoint was saved.
+        # Length in bytes that the file had when the resume checkpoint was saved, to which a resumed run cuts it.
         self._offset = 0
         self.shown: dict[str, float] = {}  # the latest values, for the progress bar
         self._pending: list[_Step] = []
@@ -65,7 +65,7 @@ class RunLog(L.Callback, Logger):
         self._rate = 0.0
 
     def measuring(self, step: int, analysis: str) -> None:
-        """Ignore the start of an analysis."""
+        """Do nothing when an analysis starts."""
 
     def measured(self, measurement: Measurement) -> None:
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
@@ -90,7 +90,8 @@ class RunLog(L.Callback, Logger):
         self._scalars = ScalarLog(self.file) if trainer.is_global_zero else None
         if self._scalars is not None and self.resume:
             self._scalars.truncate(self._offset)
-        # Added only now: in `setup`, ModelCheckpoint would take its folder from this logger.
+        # Add this logger to the Trainer only now: if it were added in `setup`, Lightning's ModelCheckpoint would take
+        # its folder from it.
         if self not in trainer.loggers:
             trainer.loggers = [*trainer.loggers, self]
         self._now = axis_step(trainer)
@@ -100,14 +101,15 @@ class RunLog(L.Callback, Logger):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._flush_due:
-            # A resumed run drops the rows after its checkpoint. So only `on_save_checkpoint` has to wait for the disk.
+            # Do not wait for the disk: a resumed run drops the rows after its checkpoint, so it is enough that
+            # `on_save_checkpoint` waits.
             self._flush(trainer, pl_module, durably=False)
         self._now = axis_step(trainer) + 1
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        # Read before the step: afterwards the scheduler has set the rate of the next step.
+        # Read the learning rate before the step: after it, the scheduler has already set the rate of the next step.
         self._rate = optimizer.param_groups[0]["lr"]
 
     def on_train_batch_end(
@@ -154,7 +156,8 @@ class RunLog(L.Callback, Logger):
         self._flush(trainer, pl_module, reduce=isinstance(exception, SIGTERMException) and not trainer.validating)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # `EmergenceCallback.on_train_end` measures an unscheduled last step after this callback's `on_train_end`.
+        # Write the measurements of an unscheduled last step: `EmergenceCallback.on_train_end` makes them only after
+        # this callback's `on_train_end`.
         if self._measurements or self._extra:
             self._flush(trainer, pl_module, reduce=False)
 
@@ -179,7 +182,7 @@ class RunLog(L.Callback, Logger):
         writes the rows again. Readers count equal rows of a step once.
 
         Args:
-            reduce: whether to average losses over ranks, which all ranks must call.
+            reduce: whether to average losses over ranks. If so, all ranks must call this.
             durably: whether to wait until the rows are on the disk.
 
         Raises:
@@ -225,13 +228,13 @@ class RunLog(L.Callback, Logger):
         return {} if tokens is None else {"tokens": tokens}
 
 
-LONG = 10.0  # seconds
+LONG = 10.0  # seconds of measuring after which `LongMeasuring` logs, and between two of its messages
 
 
 class LongMeasuring:
-    """A watcher that logs the name of the running analysis if measuring a step takes longer than ten seconds.
+    """A watcher that logs the name of an analysis that starts ten seconds or more after the first one of its step.
 
-    It logs on the first rank, at most once in ten seconds.
+    It logs only on the first rank, and at most once in ten seconds.
     """
 
     def __init__(self) -> None:
@@ -246,4 +249,4 @@ class LongMeasuring:
             rank_zero_info(f"measuring {analysis} at step {step}")
 
     def measured(self, measurement: Measurement) -> None:
-        """Ignore the end of an analysis."""
+        """Do nothing when an analysis ends."""

@@ -25,7 +25,7 @@ _SKELETON = "_skeleton"
 
 
 class NoRoomError(RuntimeError):
-    """The gathered model does not fit into the free memory of at least one rank. All ranks raise it."""
+    """The gathered model does not fit into the free memory of at least one rank. All ranks raise this error."""
 
 
 def shards_weights(strategy: Any) -> bool:
@@ -71,7 +71,7 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
     skeleton = _skeleton(model)
     # Blocks come before the model: each call of `fully_shard` takes all parameters that no earlier call has taken.
     for part in (*blocks, model):
-        # Weights move to the device block by block, so that the whole model never has to fit there.
+        # Weights move to the device block by block, so that the whole model never has to fit into its memory.
         _broadcast_(part.parameters(), mesh)
         fully_shard(part, mesh=mesh, mp_policy=policy)
     # Bypass `nn.Module.__setattr__`, which would register a submodule: the state dict and the optimizer would then
@@ -83,9 +83,9 @@ def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Move plain tensors to this rank's device and give them the first rank's values."""
     device = _device(mesh)
     for tensor in tensors:
-        # A DTensor belongs to a block that is already sharded. It was broadcast before.
+        # Skip DTensors: they belong to a block that is already sharded, and were broadcast before that.
         if not isinstance(tensor, DTensor):
-            # Through `.data` the parameter stays the same object: tied weights stay tied.
+            # Assign to `.data`, so that the parameter remains the same object and tied weights remain tied.
             tensor.data = tensor.data.to(device)
             distributed.broadcast(tensor.data, group=mesh.get_group(), group_src=0)
 
@@ -100,7 +100,8 @@ def set_gradient_sync_(model: nn.Module, on: bool) -> None:
     While `on` is False, each rank accumulates its own gradients. They are not sharded and need as much memory as the
     whole model.
     """
-    # Reduction is linear: reducing the sum over micro-batches once equals reducing each micro-batch and adding up.
+    # It is enough to reduce the gradients of a step once: reduction is linear, so reducing their sum over micro-batches
+    # equals adding up the reduced gradients of each micro-batch.
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
@@ -110,14 +111,14 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor from all ranks. Return any other tensor unchanged. Every rank must call."""
+    """Gather a sharded tensor from all ranks; return any other tensor unchanged. Every rank must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
     """Return on each rank a plain copy of the model with all weights, on the rank's device.
 
-    Every rank must call. The sharded model does not change.
+    Every rank must call this. The sharded model does not change.
 
     Raises:
         NoRoomError: on every rank, if the copy does not fit on one of them.
@@ -138,13 +139,13 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
 def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module | None:
     """Gather a plain copy of the model on the CPU of the first rank, weight by weight. Return None on other ranks.
 
-    Every rank must call.
+    Every rank must call this.
     """
     return _gather(model, torch.device("cpu"), keep=strategy.is_global_zero)
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy of the model whose parameters are on the meta device. Ties between parameters stay."""
+    """Return a copy of the model whose parameters are on the meta device. Tied parameters remain tied."""
     # `deepcopy` replaces each object whose id is in `memo` by its entry. Tied weights have one entry and stay tied.
     # Buffers are copied with their values, as `state_dict` leaves out those that are not persistent (rotary tables).
     memo = {
@@ -156,19 +157,21 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module | None:
-    """Return a copy of the skeleton with all weights on `device`, or None if not `keep`.
+    """Return a plain copy of a sharded model with all weights on `device`, or None if `keep` is False.
 
-    Every rank must call. A rank without `keep` holds one gathered weight at a time.
+    Every rank must call this. A rank on which `keep` is False holds only one gathered weight at a time.
     """
     copies: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    # After a forward pass without backward, the root's weights stay gathered. A hook of `state_dict` shards them again.
-    # `keep_vars` returns the parameters themselves. Without it, tied weights would be two tensors with different ids.
+    # After a forward pass without a backward pass, the weights outside the blocks are still gathered. `state_dict` has
+    # a hook that shards them again. With `keep_vars` it returns the parameters themselves, so that tied weights are
+    # one tensor with one id.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in copies:
-            # `full` is an all-gather: all ranks must visit the same names in the same order.
+            # `full` is a collective operation, so all ranks must visit the same names in the same order.
             value = full(tensor.detach())
-            # `full` returns an unsharded buffer itself: without a copy, training would change the measured model.
+            # Copy the value, because `full` returns an unsharded buffer itself, and training would then change the
+            # buffer of the measured model.
             value = value.to(device, copy=True) if keep else value.to("meta")
             copies[id(tensor)] = (
                 nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -177,13 +180,14 @@ def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module 
     if not keep:
         return None
     plain = copy.deepcopy(model.__dict__[_SKELETON])
-    # By default, values would be copied into the skeleton's parameters, which have no memory on the meta device.
+    # `assign=True` makes these tensors the parameters. By default, their values would be copied into the parameters of
+    # the skeleton, which have no memory on the meta device.
     plain.load_state_dict(state, assign=True)
     return plain.to(device).eval()
 
 
 def _min_free(strategy: ModelParallelStrategy) -> float:
-    """Return the smallest number of free bytes over all ranks, inf if unknown. Every rank must call."""
+    """Return the smallest number of free bytes over all ranks, inf if it is unknown. Every rank must call this."""
     free = free_memory(strategy.root_device)
     least = torch.tensor(float("inf") if free is None else free, dtype=torch.float64, device=strategy.root_device)
     return float(strategy.reduce(least, reduce_op="min"))
@@ -196,7 +200,7 @@ def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_rank
         num_ranks: number of ranks on this machine.
 
     Raises:
-        NoRoomError: naming the needed and the free memory.
+        NoRoomError: if the copy does not fit. The message names the needed and the free memory.
     """
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*skeleton.parameters(), *skeleton.buffers())]
     copies = num_ranks if device.type == "cpu" else 1  # CPU ranks of one machine share its memory

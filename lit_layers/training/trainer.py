@@ -61,7 +61,8 @@ DEFAULTS: dict[str, Any] = {
     "use_distributed_sampler": False,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
-    # If a recipe sets `min_steps`, Lightning's default would be 1, but endless data never complete an epoch.
+    # Require no complete epoch, because endless data never complete one. Lightning's default is 1 if a recipe sets
+    # `min_steps`.
     "min_epochs": 0,
     "check_val_every_n_epoch": None,
     "log_every_n_steps": 10,
@@ -82,7 +83,7 @@ def quieten() -> None:
         ".*treespec, LeafSpec",
         "The '.*_dataloader' does not have many workers",
         "You defined a `validation_step`",
-        # Lightning recommends `sync_dist`, but the metric is already reduced over ranks.
+        # Hide the recommendation to log with `sync_dist`: the metric is already reduced over ranks.
         "It is recommended to use `self.log",
         "Be aware that when using `ckpt_path`, callbacks",
     )
@@ -123,7 +124,7 @@ def cluster_plugins(given: Any) -> Any:
         return given
     try:
         return [*plugins, SLURMEnvironment(auto_requeue=False)]
-    # The message of Lightning explains which options of the job do not fit.
+    # Pass on Lightning's message, which explains which options of the job do not fit.
     except RuntimeError as error:
         raise InputError(f"SLURM: {' '.join(str(error).split())}") from error
 
@@ -131,14 +132,14 @@ def cluster_plugins(given: Any) -> Any:
 def refuse_another_order(trainer: Any, *, also: Sequence[type] = ()) -> None:
     """Refuse Trainer options that would change the samples of a step.
 
-    The samples of a step depend only on its index. The data are endless. Only `limit_train_batches` divides them into
-    epochs, and each epoch continues where the last one ended.
+    Which samples a step gets depends only on the number of the step, because the data are endless. Only the option
+    `limit_train_batches` divides them into epochs, and each epoch continues where the last one ended.
 
     Args:
         also: further callback classes to refuse.
 
     Raises:
-        InputError: naming the option and what to do.
+        InputError: if such an option is set. The message names the option and what to do instead.
     """
     refused = BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging, *also
     if trainer.overfit_batches:
@@ -243,6 +244,6 @@ class StepSampler(Sampler[list[int]]):
         epoch, offset = divmod(index, self.num_samples)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            # A NumPy array, because reading one element of a tensor takes ten times as long.
+            # Keep the permutation as a NumPy array, because reading one element of a tensor takes ten times as long.
             self._epoch, self._permutation = epoch, torch.randperm(self.num_samples, generator=generator).numpy()
         return int(self._permutation[offset])

@@ -61,8 +61,8 @@ class MetricsLogger(Protocol):
 class StepMeasurer:
     """A measurer that writes `root/measurements.jsonl` step by step and does not change the training.
 
-    A measurement in the file with the same options, data and weights is not repeated. `EmergenceCallback` explains the
-    arguments.
+    A measurement that the file already contains for the same options, data and weights is not repeated.
+    `EmergenceCallback` explains the arguments.
 
     Raises:
         InputError: if two analyses have the same name, or data have a type that an analysis cannot read.
@@ -80,11 +80,11 @@ class StepMeasurer:
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
-        self._writers: dict[int, Any] = {}  # by `id` of the logger
-        # Maps an optimizer step to the step of the loggers if they differ.
+        self._writers: dict[int, Any] = {}  # `id` of a logger -> the writer for it
+        # Optimizer step -> the step under which the loggers log it, if the two differ.
         self.log_steps: dict[int, int] = {}
-        self._measured, self._failed = set[int](), set[int]()  # optimizer steps
-        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # for the current step
+        self._measured, self._failed = set[int](), set[int]()  # sets of optimizer steps
+        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the current step
         if strange := [type(each).__name__ for each in analyses if not isinstance(each, Analysis)]:
             raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got a {strange[0]}")
         one_model.refuse_same_names(analyses)
@@ -96,7 +96,7 @@ class StepMeasurer:
         self.watchers: list[Watcher] = [LongMeasuring(), *watchers]
         self.ranks: OneProcess | Ranks = OneProcess()
         self._store = Store(self.file, [])
-        # Settings of each analysis whose curves are logged without a hash in their names.
+        # (run, analysis) -> the settings (options and data, as a hash) whose curves have no hash in their names.
         self._plain: dict[tuple[str, str], str] = {}
 
     @property
@@ -110,7 +110,7 @@ class StepMeasurer:
             InputError: if the model's family is unknown, data are missing, or options do not fit the model.
         """
         view = LayeredModel(model)
-        # A check may read a data loader that shuffles, which draws random numbers.
+        # Restore the random state, because a check may read a data loader that shuffles and so draws random numbers.
         with undisturbed.restore_random_state():
             for analysis in self.analyses:
                 analysis.check(view)
@@ -141,7 +141,7 @@ class StepMeasurer:
         loggers: Sequence[Any] = (),
         is_first: bool = False,
     ) -> None:
-        """Run the analyses that have no measurement of this step yet. Every rank must call.
+        """Run the analyses that have no measurement of this step yet. Every rank must call this.
 
         Raises:
             InputError: at the first step (`is_first`), if options or data of an analysis do not fit the model. At other
@@ -186,7 +186,7 @@ class StepMeasurer:
             self.publish(failed, loggers)
 
     def publish(self, measurement: Measurement, loggers: Sequence[Any]) -> None:
-        """Pass a measurement to the watchers, and add it to the step's row for the loggers."""
+        """Pass a measurement to the watchers; unless it failed, add it to the row of its step for the loggers."""
         if measurement.error is not None:
             logger.warning("%s failed at step %s: %s", measurement.analysis, measurement.step, measurement.error)
             self._failed |= {measurement.step or 0}
@@ -197,7 +197,10 @@ class StepMeasurer:
             watcher.measured(measurement)
 
     def log_row(self) -> None:
-        """Write the measurements of a step to the loggers as one row, at the step under which they log its loss."""
+        """Write the measurements of a step to the loggers as one row.
+
+        The row gets the step under which the loggers log the loss of the measured weights.
+        """
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
@@ -251,7 +254,10 @@ class StepMeasurer:
         self._writers = {}
 
     def _writer_of(self, destination: Any) -> Any:
-        """Return the writer for a logger, or None for an unsupported or failing logger. Each logger is tried once."""
+        """Return the object that writes to a logger, or None if the logger is not supported or fails.
+
+        Each logger is tried only once.
+        """
         if id(destination) not in self._writers:
             self._writers[id(destination)] = None
             writer = writer_of(destination)
@@ -265,7 +271,7 @@ class StepMeasurer:
 def _refusal(model: nn.Module) -> str | None:
     """Return why the model is not a sequence of blocks, or None if it is one.
 
-    Training can change that: a learned skip connection may have weight 0 at the first step and not later.
+    The answer can change during training: a learned skip connection may have weight 0 only at the first step.
     """
     try:
         LayeredModel(model)
@@ -303,13 +309,15 @@ class Watch:
             step. Measurements of later steps are then left out of the curves.
         save: whether to save the model at each measured step as a Hugging Face folder, `root/step-000001000`.
         tokenizer: a local tokenizer folder whose files are copied into each saved folder.
-        run: the run's name in the records; None: the folder's name.
-        tokens_per_step: tokens per optimizer step, recorded with the step.
+        run: the run's name in the records. With None, it is the folder's name.
+        tokens_per_step: tokens per optimizer step, from which the number of tokens up to each step is recorded.
         first_step: optimizer steps of the model before this call, if training continues.
         max_steps: the step at which training ends, if known; it is measured when it is reached.
         loggers: Lightning loggers, other objects with `log_metrics(values, step=...)`, or W&B runs. W&B runs also get
             pictures and a table.
-        watchers, scalars: as for `EmergenceCallback`.
+        watchers: objects that are called when each analysis starts and ends.
+        scalars: which numbers the loggers get as curves over steps, `plotted` or `all`, as `EmergenceCallback`
+            explains.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
@@ -362,9 +370,9 @@ class Watch:
             raise
 
     def _claim(self, if_exists: IfExists, saved_by: str | None) -> None:
-        """Lock the root, and start or resume a run there.
+        """Lock the run's folder, and start or resume a run in it.
 
-        Watches over the same model share one run if none has counted a step yet.
+        Several watches over the same model and the same folder share one run if none of them has counted a step yet.
         """
         others = self._others()
         if not run_lock.is_held(self._key[1]):
@@ -374,7 +382,7 @@ class Watch:
             weights = functools.partial(weights_hash, self.model)
             begin_training(self.measurer.root, if_exists, self.measurer.run, self.now, weights, saved_by)
         _open.add(self)
-        for each in others if begins else ():  # a training that failed left them open
+        for each in others if begins else ():  # close the watches that a failed training left open
             each.give_up()
 
     def _others(self) -> "list[Watch]":
@@ -384,8 +392,8 @@ class Watch:
         """Count an optimizer step, and measure the model if the step is scheduled.
 
         Args:
-            number: optimizer steps made so far; None: one more than before. If `number` skips a scheduled step, the
-                model is measured at `number`.
+            number: optimizer steps made so far. With None, it is one more than before. If `number` skips a scheduled
+                step, the model is measured at `number`.
 
         Raises:
             InputError: if `number` is below the previous one, whose measurements it would replace, or the watch is
@@ -452,6 +460,6 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-# Weak references: a notebook cell that runs again drops its old watch without closing it.
+# Weak references, as a notebook cell that runs again drops its old watch without closing it.
 _open = weakref.WeakSet[Watch]()
 watch = Watch  # the public name
