@@ -24,12 +24,12 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
 Dtype = Literal["float32", "bfloat16"]
-NUM_CHECKED = 16  # prompts, texts or rows that are also measured in float32 if blocks multiply in bfloat16
-Key = tuple[str | float | None, ...]  # key of values: a metric and what distinguishes its variants
+NUM_CHECKED = 16  # how many prompts, texts or rows are also measured in float32 if blocks multiply in bfloat16
+Key = tuple[str | float | None, ...]  # a key of `Values`: the name of a metric, then what tells its variants apart
 
 
 Precision = Literal["float32", "own", "bfloat16"]
-Values = dict[Any, Tensor]  # tensors (..., prompts) on the CPU, by any key
+Values = dict[Any, Tensor]  # tensors (..., prompts) on the CPU; each analysis chooses its keys
 
 
 class Rows(NamedTuple):
@@ -79,17 +79,18 @@ class Analysis(ABC):
     """One way to measure every layer of a model.
 
     `update` runs once per microbatch, on the rank that holds it. `compute` runs once per checkpoint, on the values of
-    all prompts. On both, `self` has the options of its preset. Neither knows of ranks, files or other analyses.
+    all prompts. When they run, the options of the preset are already set on `self`. Neither knows of ranks, files or
+    other analyses.
 
     Subclasses are dataclasses. Their fields are the options of a recipe and, together with `name`, determine every
     number. Constructors are cheap, and data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
     """
 
     name: str
-    PRECISION: ClassVar[Precision] = "float32"  # precision of the model that `compute` and `jobs` receive
+    PRECISION: ClassVar[Precision] = "float32"  # the precision in which `compute` and `jobs` receive the model
     SEES: ClassVar[Literal["text", "images"] | None] = None  # the input that a model must take; None: either
     NEXT_TOKEN: ClassVar[bool] = False  # whether only models that predict the next token are accepted
-    LEAST: ClassVar[Mapping[str, float]] = {}  # smallest allowed value, by option
+    LEAST: ClassVar[Mapping[str, float]] = {}  # name of an option -> its smallest allowed value
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that change no number and are left out of the config
 
@@ -104,7 +105,8 @@ class Analysis(ABC):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the values of one microbatch.
 
-        The last dimension of each tensor is the prompts of the batch, or several rows per prompt in their order.
+        The last dimension of each tensor runs over the prompts of the batch, or over several rows of each prompt,
+        prompt by prompt.
 
         Args:
             seen: the forward pass: `hidden` (layers + 1, prompts, tokens, dim), `mask` (prompts, tokens) and the blocks
@@ -138,10 +140,11 @@ class Analysis(ABC):
                     raise InputError(f"{self.name}: {str(error).replace('batches', field.name, 1)}") from error
 
     def check(self, model: LayeredModel) -> None:
-        """Check the options and the data against the model, before the first step.
+        """Check the options and the data against the model, before the first training step or checkpoint.
 
-        The default loads every field that holds data. It refuses batches without the model's input, images that are
-        preprocessed differently than in training, and texts that are longer than the model reads.
+        The default loads every field that holds data. It refuses batches that lack the input of the model (token ids or
+        pixels), images that are preprocessed differently than in training, and texts that are longer than the model
+        reads.
 
         Raises:
             InputError: if something does not fit; the sentence names the option.
@@ -181,10 +184,10 @@ class Analysis(ABC):
         self.resolved(model)
 
     def resolved(self, model: LayeredModel) -> Self:
-        """Return the analysis with the options of its preset; itself if it has no preset.
+        """Return the analysis with the options of its preset or, if it has no preset, the analysis itself.
 
         Raises:
-            InputError: if an option was set to another value than the preset's.
+            InputError: if the user set an option to another value than the preset does.
         """
         fields: Any = self
         preset = getattr(fields, "preset", None)
@@ -199,7 +202,8 @@ class Analysis(ABC):
                     "of them out"
                 )
         resolved = dataclasses.replace(fields, **options)
-        vars(resolved).update({name: value for name, value in vars(self).items() if name not in defaults})  # the data
+        # Keep attributes that are not options, such as data that is already loaded.
+        vars(resolved).update({name: value for name, value in vars(self).items() if name not in defaults})
         return resolved
 
     def preset_options(self, preset: str, model: LayeredModel) -> Mapping[str, Any]:
@@ -230,11 +234,11 @@ class Analysis(ABC):
                 if choices and isinstance(choice, str | None) and choice not in choices:
                     raise InputError(f"{self.name}: expected {field.name} to be one of {choices}, got {choice!r}")
         for option, least in self.LEAST.items():
-            if (value := getattr(self, option)) is not None and not value >= least:  # true for NaN
+            if (value := getattr(self, option)) is not None and not value >= least:  # `not >=` also refuses NaN
                 raise InputError(f"{self.name}: expected {option} of at least {least}, got {value}")
 
     def check_data(self) -> None:
-        """Check the data as far as that is possible without a model; by default, load every field."""
+        """Check the data as far as that is possible without a model; by default, load the data of every field."""
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
@@ -252,14 +256,14 @@ class Analysis(ABC):
         return hash_of(_hash_tokenizers(self.config()))
 
     def data_hash(self) -> str | None:
-        """Return a hash of the data, over every field with a `content_hash()`; None if no field has it."""
+        """Return a hash of the data, over every field with a `content_hash()`; None if there is no such field."""
         hashes = [value.content_hash() for value in vars(self).values() if hasattr(value, "content_hash")]
         return hashlib.sha256("/".join(hashes).encode()).hexdigest()[:16] if hashes else None
 
     def tokenizer_hash(self) -> str | None:
-        """Return the hash of the data's tokenizer, from every field with a `tokenizer_hash()`; None if there is none.
+        """Return the hash of the tokenizer of the data, or None if there is no tokenizer.
 
-        The hashes of several tokenizers are joined by commas.
+        The hashes come from all fields with a `tokenizer_hash()`; several different ones are joined by commas.
         """
         hashes = [
             value.tokenizer_hash() for value in vars(self).values() if callable(getattr(value, "tokenizer_hash", None))
@@ -286,7 +290,10 @@ def to_bfloat16(analysis: Analysis) -> Analysis:
 
 
 def _choices(kind: Any) -> list[Any]:
-    """Return the values that a type's `Literal` allows, with None first if allowed; empty without a `Literal`."""
+    """Return the values that the `Literal` in a type allows, with None first if the type allows it.
+
+    The list is empty if the type has no `Literal`.
+    """
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     choices = list(dict.fromkeys(choice for arg in get_args(kind) for choice in _choices(arg)))

@@ -37,7 +37,7 @@ from lit_layers.tasks.text_features import (
 )
 
 CHUNK = 64  # prompts per update of LiDAR's sums: 64 x 16 views x 4,096 x 8 B = 34 MB
-NEAR_DELTA = 10.0  # ratio of the scatter within prompts to delta, below which delta influences LiDAR
+NEAR_DELTA = 10.0  # if the scatter within prompts is less than this many times `delta`, then `delta` influences LiDAR
 
 _LayerValues = tuple[int, dict[str, list[float]]]
 WITHIN = "lidar_within_over_delta"
@@ -50,17 +50,18 @@ class Invariance(Analysis):
     Each text gets `num_views` misprinted copies, its views (`data.make_views`). The model runs once on each view, which
     gives one pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views. `lidar` and
     `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. For form "cross", `infonce_share`
-    is 1 - loss / log N. `lidar_within_over_delta` is the mean variance within prompts, divided by `delta`. The tag
-    `num_layers_near_delta` counts the layers where this ratio is below 10, at which LiDAR says little.
-    `changed_fraction` is the share of words that a view changes. Means over layers have no layer.
+    is 1 - loss / log N for N prompts. `lidar_within_over_delta` is the mean variance within prompts, divided by
+    `delta`. The tag `num_layers_near_delta` counts the layers where this ratio is below 10; LiDAR says little about
+    such a layer. `changed_fraction` is the share of words that a view changes. Means over layers have no layer.
 
-    Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves;
-    `..._of_half` is their mean. Values depend on the number of prompts, so compare them at equal `n`.
+    Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves. The mean of
+    a metric over these halves is `METRIC_of_half`. Values depend on the number of prompts, so compare them at equal
+    `n`.
 
     A layer where a metric is undefined has no record of it. One example is layer 0 under pooling "cls", where all
     prompts have the same vector. Another is a layer at which fewer than half of the prompts have a vector. The mean
-    over layers 1..L is then NaN and counts such layers in the tag `num_undefined_layers`. Prompts without a vector at
-    another layer are left out everywhere and counted in `num_undefined`. The model runs in float32 or wider.
+    over layers 1..L is then NaN and counts such layers in the tag `num_undefined_layers`. A prompt that lacks a vector
+    at a measured layer is left out at all layers and counted in `num_undefined`. The model runs in float32 or wider.
 
     Preset "released_code" computes what the code of Skean et al. (arXiv 2502.02013) computed in 2024-09.
 
@@ -69,8 +70,8 @@ class Invariance(Analysis):
         tokenizer: a local path, a name on the Hub, or bpe:SIZE.
         corpus: the text on which the tokenizer bpe:SIZE is trained.
         num_views: views per text.
-        max_tokens: longer views are cut at their end, and at the model's own limit.
-        unit, temperature, form: options of `infonce`; `unit` also of `dime`.
+        max_tokens: longer views are cut at their end. The model's own limit applies if it is lower.
+        unit, temperature, form: options of `infonce`; `unit` is also an option of `dime`.
         delta: option of `lidar`.
         alpha, alpha2: options of the entropies in `lidar` and `dime`.
         permutations, side: options of `dime`.
@@ -158,7 +159,7 @@ class Invariance(Analysis):
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
-        """Return the token ids of all views, one view after the other, cut at the model's own limit if lower."""
+        """Return the token ids of all views, one view after the other, cut at the model's limit if that is lower."""
         return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
 
     def _encode(self, limit: int) -> EncodedTexts:
@@ -168,7 +169,10 @@ class Invariance(Analysis):
         return self._encoded[limit]
 
     def _comparable(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
-        """Return which layers are measured, and the indices of the prompts whose views are all defined at these."""
+        """Return which layers are measured, and the indices of the prompts to use.
+
+        All views of such a prompt have a finite vector at every measured layer.
+        """
         layers, prompts = comparable(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():
             raise all_undefined(self.name)
@@ -191,7 +195,7 @@ class Invariance(Analysis):
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
-        values: dict[str, Tensor] = {}  # (layers + 1, 1 + halves): all prompts, then random halves
+        values: dict[str, Tensor] = {}  # (layers + 1, 1 + halves): of all prompts, then of random halves
         for key, columns in next(iter(by_layer.values())).items():
             values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
             for layer, layer_values in by_layer.items():
@@ -248,14 +252,15 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("raw", "maxEntropy")
 class PromptStudies(Analysis):
     """`prompt_entropy` of changed prompts at every layer, and its mean over layers 1..L.
 
-    The tag `study` says how prompts are changed; the mean over layers has no layer.
+    The tag `study` says how prompts are changed. The record of the mean over layers has no `layer`.
 
     - "repetition": each token is replaced, with probability `p`, by one token drawn once from the prompt.
     - "randomness": each token is replaced, with probability `p`, by a random token of the vocabulary, excluding special
       tokens.
-    - "length": only the first tokens of the prompt, as many as the tag `length` says; shorter prompts are left out.
+    - "length": only the first tokens of the prompt are kept, as many as the tag `length` says. Shorter prompts are left
+      out.
 
-    At p = 0 nothing changes, which is the control. The tokens changed at one p are also changed at every higher p.
+    At p = 0 nothing changes, which is the control. The tokens changed at one `p` are also changed at every higher `p`.
 
     Values and the tags `normalization` and `drop_first` are as in `Representation`. The changes to prompt i depend only
     on the seed, the study and i. The model runs in float32 or wider.
@@ -264,9 +269,9 @@ class PromptStudies(Analysis):
 
     Args:
         batches: texts as token ids.
-        p: probabilities.
-        lengths: numbers of tokens; None: 8, 16, 32, ... up to the longest prompt.
-        studies: some of the three.
+        p: probabilities with which a token is replaced.
+        lengths: numbers of first tokens to keep. None means 8, 16, 32, ... up to the longest prompt.
+        studies: which of the three studies to run.
         special_tokens: further tokens to exclude, in addition to those named in the model's config.
     """
 
@@ -282,7 +287,7 @@ class PromptStudies(Analysis):
     seed: int = 0
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the changed prompts, keyed by study and level with a space between."""
+        """Return the changed prompts, keyed by study and level (a probability or a length) with a space between."""
         changed: dict[tuple[Study, float], list[Batch]] = {}
         first = 0
         for batch in self.batches:
@@ -313,12 +318,15 @@ class PromptStudies(Analysis):
             of_study: dict[str, Any] = {"length": int(level)} if study == "length" else {"p": float(level)}
             for (normalization, dropped), values in entropies.items():
                 tags = {"study": study, **of_study, "normalization": normalization, "drop_first": dropped}
-                # The entropy needs two tokens after `drop_first`; all values are NaN if no prompt has them.
+                # All values are NaN if no prompt has the two tokens after `drop_first` that the entropy needs.
                 if not values.isnan().all():
                     yield from summarize_layers("prompt_entropy", values, tags=tags | self.tags_of("states"))
 
     def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
-        """Yield the batch at every level of a study; `first` is the index of its first prompt."""
+        """Yield every level of a study (a probability or a length) with the batch changed to that level.
+
+        `first` is the index of the first prompt of the batch.
+        """
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
         if study == "length":

@@ -27,14 +27,14 @@ class ConceptAlignment(Analysis):
 
     - `concept_alignment`, the mean cosine over pairs of differences;
     - `leave_one_out`, the mean cosine of each difference with the mean of the others;
-    - `shuffled`, the mean cosine after the second words swap partners within the category;
+    - `shuffled`, the mean cosine after the second words of the pairs are shuffled within the category;
     - `excess` = concept_alignment - shuffled, the part due to the pairing.
 
     `n` counts word pairs. The tag `num_dropped` counts pairs whose words have the same token ids. `num_undefined`
-    counts pairs whose states are not finite or coincide at this layer (at layer 0, words that end in the same
-    sub-token). A category with fewer than 3 pairs left has no value at that layer.
+    counts pairs whose two states are equal or not finite at this layer. At layer 0, for example, the states of words
+    that end in the same sub-token are equal. A category with fewer than 3 pairs left has no value at that layer.
 
-    Records without a category are means over categories, with a bootstrap interval over these. The interval of one
+    Records without a category are means over categories, with a bootstrap interval over categories. The interval of one
     category's `concept_alignment` is over its word pairs. A cosine belongs to two word pairs, so the interval is that
     of the values mean + 2 (m_i - mean). Here m_i is the mean cosine of pair i with the others. These values are the
     first-order terms of a mean over two pairs (a U-statistic).
@@ -89,7 +89,10 @@ class ConceptAlignment(Analysis):
 
 
 def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
-    """Return which pairs are two different finite points, (*layers, pairs), from states (*layers, words, dim)."""
+    """Return a mask (*layers, pairs) of the pairs whose two states are finite and different.
+
+    `states` is (*layers, words, dim).
+    """
     first, second = states[..., category.first, :], states[..., category.second, :]
     return (first != second).any(-1) & first.isfinite().all(-1) & second.isfinite().all(-1)
 
@@ -97,7 +100,7 @@ def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
 def _alignment_records(
     alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
 ) -> Iterator[Record]:
-    """Yield the defined records of one layer and category."""
+    """Yield the records of one layer and category, without undefined values."""
     mean = alignment.mean[row]
     if mean.isfinite():
         yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)

@@ -67,9 +67,9 @@ def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Sco
 def _head_records(
     model: LayeredModel, values: Values, scores: Sequence[Score], heads: bool, tags: Tags
 ) -> Iterator[Record]:
-    """Yield per block the mean over heads, the best head and, with `heads`, each head; then those of the whole model.
+    """Yield the mean over heads and the best head, of each block and of the model; with `heads`, also each head.
 
-    The best head has the highest mean over prompts, within a block or (without a layer) within the model.
+    Records of the whole model have no `layer`. The best head is the one with the highest mean over prompts.
     """
     by_key = {key: of_block.T.contiguous() for key, of_block in values.items()}
     nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
@@ -84,7 +84,8 @@ def _head_records(
             samples += [Sample(f"best_{metric}", each, layer, tags=tags) for layer, each in enumerate(best, 1)]
             missing = missing_tag("layers", sum(bool(each.isnan().all()) for each in best))
             whole = max(best, key=lambda each: each.nanmean().nan_to_num(-1).item())
-            whole = torch.full_like(whole, torch.nan) if missing else whole  # not comparable with the best of all
+            # The best head of the model is unknown if a block has no values.
+            whole = torch.full_like(whole, torch.nan) if missing else whole
             samples.append(Sample(f"best_{metric}", whole, tags={**tags, **missing}))
         for layer, each in enumerate(blocks if heads else (), start=1):
             for head, column in enumerate(each.mT):
@@ -99,12 +100,13 @@ class AttentionPatterns(Analysis):
 
     Each score is the mean over a prompt's real tokens after the first, as queries, then over prompts, with intervals.
     Records at layer l belong to block l. They are the mean over its heads, the value of each head (tag `head`, from 0;
-    not with `heads: false`), and `best_previous_token_score`, that of the highest head. Means over blocks and the best
-    head of the model have no layer. `random_...` are the scores of uniform attention on the same tokens.
+    left out with `heads: false`), and `best_previous_token_score`, the score of the head with the highest score.
+    Records of means over blocks and of the best head of the model have no layer. `random_...` are the scores of uniform
+    attention on the same tokens.
 
-    The weights are computed from the block's own queries, keys and masks. The block runs up to its attention on the
-    states of the shared pass, which costs at most 0.4 of a pass. A block without attention has no records, and a model
-    without any (Mamba) is refused. The model runs in float32 or wider.
+    The weights are computed from the block's own queries, keys and masks. For this, each block runs again up to its
+    attention, on the states of the forward pass that analyses share. This costs at most 0.4 of a forward pass. A block
+    without attention has no records, and a model without any (Mamba) is refused. The model runs in float32 or wider.
 
     Source: as in the functions of `lit_layers.functional.context`.
 
@@ -126,12 +128,12 @@ class AttentionPatterns(Analysis):
 
 @dataclass(kw_only=True)
 class Induction(Analysis):
-    """Induction heads, which continue a repeated sequence: `prefix_matching_score` of each head.
+    """`prefix_matching_score` of each head, which finds induction heads: heads that continue a repeated sequence.
 
-    Each of `num_prompts` sequences holds `num_tokens` different random tokens of the model's vocabulary, repeated
-    `repeats` times. The sequences are shorter (tag `num_tokens`) if the model reads fewer tokens. Records, intervals,
-    `best_...` and `random_...` are as in `AttentionPatterns`. An untrained model is a further baseline: step 0 of a
-    run.
+    Each of `num_prompts` sequences holds `num_tokens` different random tokens of the model's vocabulary, `repeats`
+    times in a row. The sequences are shorter (tag `num_tokens`) if the model reads fewer tokens. Records, intervals,
+    `best_...` and `random_...` are as in `AttentionPatterns`. An untrained model, such as step 0 of a run, is a further
+    baseline.
 
     Source: Olsson et al. 2022, In-context learning and induction heads, appendix "head activation evaluators": 25
     random tokens four times in a row. Departures: there is no beginning-of-sequence token, and special tokens are
@@ -140,7 +142,7 @@ class Induction(Analysis):
     Args:
         num_prompts: number of sequences.
         num_tokens: different tokens per sequence.
-        repeats: how often they are repeated.
+        repeats: how often these tokens occur in a row.
         heads: whether each head has its own records.
         seed: seed of the random tokens.
     """
@@ -195,8 +197,8 @@ class InContext(Analysis):
     """Gain from context: `in_context_score`, the loss at token `late` minus the loss at token `early`.
 
     The score is in nats and averaged over texts, with an interval. It is 0 for a model that makes no use of context, as
-    before training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. Beyond
-    the shared pass, it only costs the readout of two tokens per text.
+    before training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. It only
+    costs the readout of two tokens per text, in addition to the forward pass that analyses share.
 
     Source: Olsson et al. 2022, in-context learning score, at tokens 50 and 500.
 
@@ -236,15 +238,14 @@ class InContext(Analysis):
 
 @dataclass(kw_only=True)
 class NgramAgreement(Analysis):
-    """`ngram_divergence` of every layer: KL from a corpus' n-grams (tag `order`) to the layer's readout.
+    """`ngram_divergence` of every layer: KL(n-grams of a corpus || the layer's readout).
 
-    The readout is the model's own norm and head.
-
-    The divergence is averaged over `num_tokens` tokens of each prompt, evenly spread from the second on. It is then
-    averaged over prompts, with intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders
-    above 1, compares each token with the n-gram of another token of the prompt. A divergence below it shows that the
-    prediction uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in
-    the corpus, as counts are not smoothed. The model runs in float32 or wider.
+    The readout applies the model's own norm and head. The tag `order` is the n of the n-grams. The divergence is
+    averaged over `num_tokens` tokens of each prompt, evenly spread from its second token on. It is then averaged over
+    prompts, with intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1,
+    compares each token with the n-gram of another token of the prompt. A divergence below it shows that the prediction
+    uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in the corpus,
+    as counts are not smoothed. The model runs in float32 or wider.
 
     Source: as in `lit_layers.functional.ngram_divergence`.
 
@@ -282,7 +283,8 @@ class NgramAgreement(Analysis):
             compared["ngram_divergence", order] = after
             if order > 1:
                 counted = [each for each in after if each is not None]
-                others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])  # a single token has no other
+                # A single token has no other token to be compared with.
+                others = iter(counted[1:] + counted[:1] if len(counted) > 1 else [None])
                 compared["random_ngram_divergence", order] = [each and next(others) for each in after]
         values = defaultdict[Key, list[Tensor]](list)
         for states in seen.hidden[:, row, seen.mask[row].nonzero()[positions, 0]]:

@@ -32,37 +32,41 @@ from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
-TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}  # "mean_patch" is several tokens, not one
+# Position of each named token. "mean_patch" is left out because it means several tokens.
+TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
 
 
 @dataclass(kw_only=True)
 class Coupling(Analysis):
-    """Depth-wise coupling of the blocks at one token, with its random baseline and the singular values.
+    """Coupling of the blocks over depth at one token, with its random baseline and the blocks' singular values.
 
-    For each number K of directions (tag `k`):
+    The coupling of a pair of blocks compares the Jacobian of the first block with the K leading singular vectors (the
+    bases) of the Jacobian of the second. For each number K of directions (tag `k`):
 
-    - `coupling`, the mean over pairs of different blocks, and `coupling_with_diagonal`, over all pairs;
-    - `coupling_by_distance` (tag `distance`);
-    - `coupling_pair`, where layer is the block of J1, and other_layer the block that gives the bases;
+    - `coupling`, the mean over pairs of different blocks, and `coupling_with_diagonal`, the mean over all pairs;
+    - `coupling_by_distance`, the mean over pairs whose blocks are `distance` (tag) apart;
+    - `coupling_pair`, the value of one pair: `layer` is its first block, and `other_layer` gives the bases;
     - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 random, 1 shared);
     - `min_gap`, and `num_tied`, the number of Jacobians whose leading directions are not well determined.
 
     Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and
-    `spectrum_r_squared` of 1 / s_1.
+    `spectrum_r_squared`, of a line through 1 / the largest singular value of each block.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
-    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image (None: all
-    patches) and averaged over them. Jacobians are not averaged. The first `num_prompts` prompts are measured.
-    `states="hf"` includes the final norm in the last block.
+    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image (None means
+    all patches) and averaged over them. Jacobians are not averaged. The first `num_prompts` prompts are measured. With
+    `states="hf"`, the last block includes the final norm.
 
-    Preset "released_code" does what the authors' code does. For text, that is k 10, 30, 50, absolute values and "hf"
-    states. For images, it is the same at the last patch of the first image, without the final norm. The authors' script
-    for images ran its model with drop-path on; here it is always off.
+    Preset "released_code" does what the authors' code does. For text, `k` is 10, 30 and 50, `sign` is "absolute" and
+    `states` is "hf". For images, `k` and `sign` are the same, and only the last patch of the first image is measured,
+    without the final norm. The authors' script for images ran its model with drop-path on; here it is always off.
 
-    A pair that contains a zero or non-finite Jacobian is undefined, and so are means over pairs or blocks for that
-    prompt. `num_undefined_pairs` and `num_undefined_blocks` count the undefined ones over all prompts.
+    A pair that contains a zero or non-finite Jacobian is undefined, and so are the means over pairs or blocks that
+    include it, for that prompt. `num_undefined_pairs` and `num_undefined_blocks` count undefined pairs and blocks over
+    all prompts.
 
-    At p = 2 a pair's value is within 1e-3 of that of exact singular vectors, unless `num_tied` is above 0.
+    With the default norm (`p=2`), the value of a pair differs by at most 1e-3 from the value with exact singular
+    vectors, unless `num_tied` is above 0.
 
     Source: definitions and departures as in `lit_layers.functional.coupling`.
     """
@@ -95,7 +99,8 @@ class Coupling(Analysis):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        # Jacobians in float32: 32 MB on a CPU (one prompt of GPT-2 small, 12 x 768 x 768), 1 GB on a GPU (37 prompts).
+        # The most entries of Jacobians at once. In float32 they take 32 MB on a CPU (one prompt of GPT-2 small, 12 x
+        # 768 x 768) and 1 GB on a GPU (37 prompts).
         entries = 2**28 if model.device.type == "cuda" else 2**23
         at_once = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
@@ -145,7 +150,7 @@ class _Blocks:
     def values(self) -> dict[str, Tensor]:
         """Return the values that the records need, one row per block, in float64 on the CPU.
 
-        The last dimension is prompts, each with its tokens.
+        The last dimension runs over the tokens of the first prompt, then over those of the second, and so on.
         """
         rows = defaultdict[str, list[Tensor]](list)
         jacobians, all_factors = list[Tensor](), list[Factors]()
@@ -196,7 +201,7 @@ class _Blocks:
             sign=self.options.sign,
             undefined="nan",
         )
-        # a zero Jacobian has no directions
+        # a pair with an undefined Jacobian is NaN, because a zero Jacobian has no directions
         rows = rows[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan)  # (k, prompts, blocks)
         return {"miscoupling": rows.movedim(1, -1)}
 
@@ -213,7 +218,7 @@ class _Blocks:
             return jacobian
         last = self._token_states(self.trajectory.hidden[layer])[:, None]  # a norm acts on each token separately
         outer = block_jacobian(norm, last, residual=False)
-        # d norm(x + f(x)) / dx - I, by the chain rule
+        # By the chain rule, this is d norm(x + f(x)) / dx - I, where f is the residual branch.
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +242,7 @@ def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
 
 
 def _pair_samples(by_name: dict[Any, Tensor], i: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
-    """Yield the samples at one K: means over pairs of blocks within each prompt."""
+    """Yield the samples of the `i`-th number of directions: values of pairs of blocks, and their means per prompt."""
     pairs = 1 - by_name["miscoupling"][:, i].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = by_name["random"][:, i].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
@@ -278,7 +283,7 @@ def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> It
 
 
 def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags: Tags, tokens: int) -> Sample:
-    """Return the means (prompts,) of sets of pairs or blocks (prompts, members), NaN for sets with a NaN."""
+    """Return the sample of `means` (prompts,), NaN for a prompt with a NaN in `members` (prompts, pairs or blocks)."""
     nans = members.isnan()
     return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})
 
@@ -292,11 +297,12 @@ def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None
 
 @dataclass(kw_only=True)
 class CouplingMatrices(Analysis):
-    """The matrices behind coupling: A = U' J1 V in the K leading directions of J2, at the last token.
+    """The matrices behind coupling, at the last token: the Jacobian of one block in the bases of another.
 
-    `compression` has one record per entry. Its layer is the block of J1, its other_layer the block that gives the bases
-    U and V. Tags are `row` and `column` (1..K, in the order of J2's singular values), `k` and `prompt` (1..). A
-    diagonal matrix of J1's singular values means full coupling, a matrix of noise none.
+    For the Jacobians J1 and J2 of a pair of blocks, the matrix is A = U' J1 V, where U and V are the K leading singular
+    vectors of J2. `compression` has one record per entry. Its `layer` is the block of J1, its `other_layer` the block
+    of J2. Tags are `row` and `column` (1..K, in the order of J2's singular values), `k` and `prompt` (from 1). A
+    diagonal matrix of J1's singular values means full coupling, and a matrix of noise means no coupling.
 
     The largest entry of each column of U is made positive, so that signs do not differ between runs on equal weights.
     Signs of different prompts are unrelated, so matrices are not averaged. A pair with a zero or non-finite Jacobian

@@ -31,13 +31,13 @@ class JacobianLens(Analysis):
 
     A lens maps the states of layer l to the last layer, whose norm and head then read them. The tag `lens` names it.
     `jacobian` uses the mean Jacobian J_l = E[d h_L / d h_l], fitted at each checkpoint. `logit` uses the states
-    unchanged. `shuffled` is the null of `jacobian`: the Jacobian lens of the same model after the entries of each
-    weight matrix in its blocks are shuffled.
+    unchanged. `shuffled` is the baseline of `jacobian`: it is fitted to the same model after the entries of each weight
+    matrix in its blocks are shuffled.
 
-    Per layer 0 to L - 1, over tokens of held-out prompts from position `skip_first` on: `lens_kl` is KL(model, lens) in
-    nats, 0 for the model's own output. `lens_rank` is the geometric mean of the rank of the true next token, where 1 is
-    the first. `stderr` and the interval are over prompts. `num_undefined` and `num_undefined_fit_prompts` count prompts
-    that are too short or not finite.
+    Per layer 0 to L - 1, over tokens of held-out prompts from position `skip_first` on: `lens_kl` is KL(model || lens)
+    in nats, 0 if the lens gives the model's own output. `lens_rank` is the geometric mean of the rank of the true next
+    token, where rank 1 is the most probable token. `stderr` and the interval are over prompts. `num_undefined` and
+    `num_undefined_fit_prompts` count prompts that are too short or not finite.
 
     The first `num_prompts` prompts fit the Jacobians; the others are held out. The model runs in float32 or wider.
 
@@ -98,7 +98,7 @@ class JacobianLens(Analysis):
             lens = lens.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
         def prompt_values(prompt: Batch) -> Tensor:
-            """Return divergence, log rank and number of tokens (layers, 3) of a prompt; zeros if it is too short."""
+            """Return sums of divergence and log rank and the number of tokens, (layers, 3); zeros if too short."""
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(model.num_layers, 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)
@@ -148,11 +148,12 @@ class JacobianLens(Analysis):
 
 
 def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
-    """Return the sum over tokens of the log rank of the true token, where 1 is the first.
+    """Return the sum over tokens of the log of the true token's rank, where rank 1 has the largest logit.
 
-    A tie counts half. The rank is NaN if the logits are not finite.
+    Each other token with an equal logit adds a half to the rank. The rank is NaN if the logits are not finite.
     """
-    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)  # count of larger less smaller logits
+    # the number of larger logits minus the number of smaller logits
+    signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)
     rank = (logits.shape[1] + 1 + signs) / 2
     defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return rank.where(defined, torch.nan).log().sum()
@@ -213,10 +214,12 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
         for block in blocks[:-1]:
             states.append(block(states[-1]))
         jacobians = hidden.new_empty(len(blocks), dim, dim)
-        # Rows of J per pass: on a CPU, 8,192 cotangents nearly fit into the cache; a GPU needs large products.
+        # The number of rows of J per pass. On a CPU, 8,192 cotangents nearly fit into the cache; a GPU needs large
+        # products.
         rows_at_once = max(1, (2**13 if hidden.device.type == "cpu" else 2**14) // tokens)
         for rows in torch.arange(dim, device=hidden.device).split(rows_at_once):
-            # One unit vector at all positions of the last layer, (rows, 1, tokens, dim), pulled back block by block.
+            # For each row, start with one unit vector at all positions of the last layer, (rows, 1, tokens, dim), and
+            # pull it back block by block.
             cotangents = hidden.new_zeros(len(rows), 1, tokens, dim)
             cotangents[torch.arange(len(rows))[:, None], 0, positions, rows[:, None]] = 1
             for layer in reversed(range(len(blocks))):
@@ -230,6 +233,6 @@ def _block_vjp(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support vmap
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
-        if not output.requires_grad:  # a block that detaches its input
+        if not output.requires_grad:  # the block detaches its input, so the derivative is 0
             return torch.zeros_like(cotangents)
         return pull_back([output], [leaf], [cotangents])[0]

@@ -1,4 +1,4 @@
-"""Analyses that need only batches, and their metrics, by name."""
+"""The analyses that need no data but batches, and their metrics, by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -37,8 +37,9 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     PathsInPlane: ("plane",),
 }
 NAMES: Mapping[str, type[Analysis]] = {analysis.name: analysis for analysis in _ANALYSES}
-COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)  # compute derivatives: a few short texts suffice
-# Metrics of these groups that only other analyses, or other options, produce.
+# These are expensive because they compute derivatives, so they run on a few short texts only.
+COSTLY = (Coupling, TokenCoupling, CrossTokenInfluence)
+# Metrics in the groups above that cannot be requested here: only other analyses, or other options, produce them.
 _ELSEWHERE = {
     *("rankme", "token_angle", "compression"),
     *("prefix_matching_score", "best_prefix_matching_score", "random_prefix_matching_score", "in_context_score"),

@@ -20,18 +20,19 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class OrderStates(Analysis):
-    """Cosine and norm ratio between the input of the last blocks after a changed middle and in the full model.
+    """How similar the input of the last blocks stays to that in the full model when the middle blocks are changed.
 
-    Each variant changes the middle M of T blocks and leaves the last N unchanged (see `Interventions`). The last blocks
-    receive the state x after the changed middle; in the full model they receive y, the state at layer T - N.
+    Each variant changes the M middle blocks of T, for example their order, and leaves the last N unchanged (see
+    `Interventions`). The last blocks then receive a state x. In the full model they receive y, the state at layer
+    T - N.
     `ending_input_cosine` is the cosine of x and y, and `ending_input_norm_ratio` is |x| / |y|. Both are averaged over
     each prompt's real tokens, then over prompts, with intervals; both are 1 for the full model. If N = 0, x and y are
     the states that the readout receives. A prompt is left out and counted in `num_undefined` if a token has a zero or
     non-finite state.
 
     For random orders, the mean over seeds is taken within each prompt. Tags are those of `Interventions`. Blocks run as
-    in `running_order`, and the steps that orders share at their beginning run once per batch. The model runs in float32
-    or wider; cosines and norms are in float64.
+    in `running_order`. If several variants begin with the same blocks, these run only once per batch. The model runs in
+    float32 or wider; cosines and norms are in float64.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block harms
     more than skipping the middle; these numbers are ours.
@@ -39,9 +40,9 @@ class OrderStates(Analysis):
     Args:
         batches: the data to measure on.
         variants: names in `lit_layers.functional.block_schedules.MIDDLE_NAMES`.
-        middles: numbers of middle blocks; None: all that are possible.
+        middles: numbers of middle blocks. None means all that are possible.
         seeds: seeds of random orders.
-        loops: numbers of loops of looped_parallel.
+        loops: numbers of loops of the variant looped_parallel.
         drop_first: how many first tokens to leave out; they are mostly sinks, whose norm is unlike all others.
     """
 
@@ -60,7 +61,7 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return each variant, its steps up to the end of the middle, and the layer at which the last blocks begin."""
+        """Return each variant, its steps up to the end of the middle, and the layer after which the last blocks run."""
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []
         for variant in chosen:
@@ -99,7 +100,7 @@ def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
 
     One undefined token makes the mean NaN.
     """
-    mask = mask.to(states.device)  # states are on the CPU if the device has no float64
+    mask = mask.to(states.device)  # the states were moved to the CPU if the device has no float64
     norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)
     cosines = (states * usual).sum(-1) / (norms * usual_norms)
     values = torch.stack([cosines.clamp(-1, 1), norms / usual_norms])  # (2, batch, tokens)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     prompt: Tensor  # (rows,)
     position: Tensor  # (rows,)
-    target: Tensor  # (rows,) NO_LABEL without a label
+    target: Tensor  # (rows,) NO_LABEL where there is no label
     per_token: bool
 
     @property
@@ -104,7 +104,8 @@ def check_head(name: str, model: LayeredModel) -> None:
     Raises:
         InputError: naming the analysis and the model.
     """
-    scores_texts = model.has_head and "logits" in model.family.results  # CLIP's text model projects to a state
+    # The head of CLIP's text model gives a state and no logits.
+    scores_texts = model.has_head and "logits" in model.family.results
     if model.num_classes == 0 if model.family.sees_images else not scores_texts:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
 
@@ -138,7 +139,7 @@ def _loss_and_hit(rows: Rows, log_proba: Tensor) -> tuple[Tensor, Tensor]:
     target = rows.target.where(labelled, 0)
     scores = log_proba.gather(1, target[:, None])[:, 0]
     # Among equal logits, the first one is the prediction.
-    if log_proba.device.type == "cpu":  # argmax is slow on a CPU: only where the target attains the maximum
+    if log_proba.device.type == "cpu":  # argmax is slow on a CPU: run it only where the target has the maximum
         hit = labelled & (scores == log_proba.amax(-1))
         close = hit.nonzero()[:, 0]
         hit[close] = log_proba[close].argmax(-1) == target[close]
@@ -156,7 +157,7 @@ def _log_softmax(logits: Tensor) -> Tensor:
 class ReadoutAnalysis(Analysis):
     """Scores of several readouts of the same tokens.
 
-    The model runs in its own precision, as rounding changes little compared with a block at another position.
+    The model runs in its own precision, because rounding changes the scores much less than moving a block does.
 
     Args:
         batches: the data to measure on.
@@ -286,28 +287,29 @@ class Interventions(ReadoutAnalysis):
     A model that predicts the next token is scored over all predicted tokens (every real token but the first of a text).
     Per variant: `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model ||
     variant) in nats. `variant_loss_difference` and `variant_accuracy_difference` are the differences from the full
-    model, within prompts; for random orders, only of the mean over seeds. For other models (classifiers, encoders,
-    ViTs) `kl_to_full` is over prompts, or over real tokens if the head acts on tokens. Loss and accuracy are against
-    the batch's `labels`, if it has them (-100 for no label).
+    model, taken within each prompt. For random orders, only the mean over seeds has them. For other models
+    (classifiers, encoders, ViTs) `kl_to_full` is over prompts, or over real tokens if the head acts on tokens. Loss and
+    accuracy are against the batch's `labels`, if it has them (-100 for no label).
 
-    The tag `variant` names the order, `middle` counts the middle blocks, and `loops` counts the loops of
-    looped_parallel. For skip_one, switch and repeat_one, the record's layer is the block. Random orders have records
-    for each `seed`, with the `schedule` and its `kendall_distance` (pairs of blocks in reversed order). One more record
-    is the mean over seeds, taken within each prompt; its `num_identical` counts orders that changed nothing. The full
-    model is `baseline`, with a divergence of 0.
+    The tag `variant` names the order, `middle` counts the middle blocks, and `loops` counts the loops of the variant
+    looped_parallel. For skip_one, switch and repeat_one, the record's layer is the block that is skipped, switched or
+    repeated. Random orders have records for each `seed`, with the `schedule` and its `kendall_distance` (pairs of
+    blocks in reversed order). One more record is the mean over seeds, taken within each prompt; its tag `num_identical`
+    counts the orders that are equal to the full model's. The full model is the variant `baseline`, with a divergence of
+    0.
 
     Every token has equal weight. `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens
     (prompts for a pooling head). A prompt with nothing to predict, or with a value that is not finite, is left out and
-    counted in `num_undefined`. If no prompt is left, the value is NaN; a record with a layer is left out instead. The
-    log-softmax is in float32 or wider; the model runs in its own precision.
+    counted in `num_undefined`. If no prompt is left, a record without a layer has the value NaN, and a record with a
+    layer is left out. The log-softmax is in float32 or wider; the model runs in its own precision.
 
-    The steps that orders share at their beginning run once per batch.
+    If several orders begin with the same blocks, these run only once per batch.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298.
 
     Args:
         batches: the data to measure on.
-        variants: names of orders; repeat_one is not among the default ones.
+        variants: names of orders. The default is all except repeat_one.
         middles: numbers of middle blocks; None: all that are possible.
         seeds: seeds of random orders.
         loops: numbers of loops of looped_parallel.
@@ -338,7 +340,7 @@ class Interventions(ReadoutAnalysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         model, trajectory, rows = seen.model, seen, rows_of(self.name, seen, batch)
         full = [FullModel(trajectory.logits_of(chunk.index), chunk) for chunk in _chunks(trajectory, rows)]
-        trajectory = replace(trajectory)  # a copy that drops the logits: they are large, and `full` suffices
+        trajectory = replace(trajectory)  # a copy without the logits, which are large and no longer needed
         chosen = self.chosen(model)
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
         if full:  # a batch may predict nothing
@@ -376,7 +378,8 @@ def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | No
         if counts.any():
             yield from summarize_ratio(metric, values[indices].mean(0), counts, **fields)
             if metric != "kl_to_full" and tags["variant"] != "baseline" and "seed" not in tags:
-                difference = values[indices].mean(0) - values[0]  # paired: how hard a prompt is cancels
+                # The difference is taken within each prompt, so that the difficulty of the prompt cancels.
+                difference = values[indices].mean(0) - values[0]
                 yield from summarize_ratio(f"{metric}_difference", difference, counts, **fields)
 
 

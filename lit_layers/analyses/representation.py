@@ -80,12 +80,12 @@ MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 class Representation(Analysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L.
 
-    Means over layers have no layer. Computed on each prompt's tokens, then averaged over prompts: `prompt_entropy` (tag
-    `normalization`), `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is measured with all
-    tokens and without the first (tag `drop_first`), as one sink token of huge norm makes the entropy 0.
-    `token_curvature` is over the defined angles; the tag `num_missing_angles` counts the others. A prompt enters the
+    Records of means over layers have no `layer`. Computed on each prompt's tokens, then averaged over prompts:
+    `prompt_entropy` (tag `normalization`), `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is
+    measured with all tokens and without the first (tag `drop_first`), as one sink token of huge norm makes the entropy
+    0. `token_curvature` is over the defined angles; the tag `num_missing_angles` counts the others. A prompt enters the
     mean over layers if it has a value at each of them. The entropy of one token is undefined: prompts of one token are
-    left out of `prompt_entropy` in every normalization, and counted.
+    left out of `prompt_entropy` in every normalization, and counted in `num_undefined`.
 
     Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over
     `num_halves` random halves of the prompts. The spread over halves gives both intervals (delete-half jackknife), as
@@ -132,7 +132,8 @@ class Representation(Analysis):
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """Return the values (batch,) by metric, normalization and drop_first, and the pooled vectors."""
         values: dict[Key, Tensor] = {}
-        needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")  # singular values do not suffice
+        # With these options, entropies need the entries of the Gram matrix; singular values are not enough.
+        needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
         for dropped in self.drop_first if needs_entries else ():
             values |= self._entropies(hidden, mask, dropped)
         if self.preset:
@@ -223,8 +224,8 @@ class StateMetric(Analysis):
     bootstrap intervals over them.
 
     Args:
-        metric: the function, in a recipe its import path `package.module.function`, from `lit_layers.functional` or
-            your own code (`--code`).
+        metric: the function, from `lit_layers.functional` or your own code (`--code`). A recipe gives its import path,
+            `package.module.function`.
         batches: the data to measure on.
         name: name of the analysis; by default that of the function.
         options: keyword arguments of the function; they become tags. A function with the argument `undefined`, such as
@@ -233,7 +234,7 @@ class StateMetric(Analysis):
         states: the convention for states.
     """
 
-    metric: Callable[..., Any]  # with `-> Tensor`, a recipe could only name annotated functions
+    metric: Callable[..., Any]  # not `Callable[..., Tensor]`, which would limit recipes to annotated functions
     batches: Batches
     name: str = ""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -248,7 +249,7 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """Return the options and, for a user's function, a hash of its source: another source is another metric."""
+        """Return the options and, for a user's function, a hash of its source: changed code is another metric."""
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
@@ -263,7 +264,7 @@ class StateMetric(Analysis):
         generator, shape = torch.Generator().manual_seed(0), (64, model.dim)
         try:
             self._value_of_layer(torch.randn(shape, generator=generator, dtype=torch.float64))
-        except Exception as failure:  # the user's function may raise anything
+        except Exception as failure:  # the user's function may raise any error
             raise InputError(
                 f"{self.name}: expected metric to turn states (points, dim) into one number, got "
                 f"{kind_and_words(failure)} from {self.metric_name} on states {shape}"
@@ -335,9 +336,9 @@ class StateGeometry(Analysis):
     which differs from the value of all prompts because a half has fewer tokens.
 
     Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, and
-    `random_massive_activation`, its value for normally distributed entries. Computed in the same way: `block_influence`
-    and `step_ratio` of the block whose output is the layer, averaged over tokens. The tag `num_undefined_tokens` counts
-    tokens without a value. Means over layers 1..L have no layer.
+    `random_massive_activation`, its value for normally distributed entries. `block_influence` and `step_ratio`, of the
+    block whose output is the layer, are averaged over the tokens of a prompt, then over prompts. The tag
+    `num_undefined_tokens` counts tokens without a value. Means over layers 1..L have no layer.
 
     An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
     shared pass: no block runs again. The model runs in float32 or wider.
@@ -420,7 +421,7 @@ class StateGeometry(Analysis):
 
 
 def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the values (choices,) of several subsets of one layer's points; baselines only for the first subset."""
+    """Return the values (choices,) of several subsets of one layer's points, and baselines of the first subset only."""
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
     distances, point = geometry.merged_distances(points, computed_in)

@@ -90,14 +90,14 @@ class Speed(Analysis):
 
     Args:
         variants: names of variants in `lit_layers.functional.block_schedules`; the full model is always added.
-        middles: numbers of middle blocks; None: all.
+        middles: numbers of middle blocks. None means all.
         seeds: seeds of random orders, which all run equally fast.
-        loops: numbers of loops of looped_parallel.
+        loops: numbers of loops of the variant looped_parallel.
         custom: further schedules, such as `1 2 (3,4,5) 6`.
         num_tokens: tokens per text.
-        batch_size: texts or images per batch; latency is measured on one.
+        batch_size: texts or images per batch; latency is measured on a single one.
         num_rounds: rounds over which medians are taken.
-        num_warm_up: rounds before those, which are not counted.
+        num_warm_up: rounds that run before those and are not counted.
         seed: seed of the random tokens or pixels, which take as long as real ones.
         tell: receives a message about what is timed.
 

@@ -1,4 +1,4 @@
-"""Records from one value per prompt, with one rule for undefined values.
+"""Making records from values per prompt, with one rule for undefined values.
 
 An undefined value of a prompt, layer or pair is NaN and enters no mean. A mean over prompts, tokens or rows is taken
 over the defined values, and a tag that begins with `num_undefined` counts the others. A mean over layers, blocks or
@@ -47,14 +47,15 @@ class Sample(NamedTuple):
 
 
 def summarize(metric: str, values: Tensor, *, intervals: bool = True, **fields: Any) -> list[Record]:
-    """Return the mean over prompts as a record, or the median.
+    """Return a list with a record of the mean over prompts, or of the median.
 
     `values` (prompts,) is NaN where a prompt's value is undefined. `n` counts the defined values, and the tag
     `num_undefined` counts the others, if any. If no value is defined, the list is empty for a layer and holds a NaN
     record for the whole model.
 
     `stderr` is the sample standard deviation over sqrt(n); `low` and `high` are a percentile bootstrap over prompts. A
-    single prompt and an infinite mean have neither. A median has the tag `statistic="median"` and no `stderr`.
+    single prompt and an infinite mean have neither `stderr` nor an interval. A median has the tag `statistic="median"`
+    and no `stderr`.
 
     Args:
         intervals: whether to compute `low` and `high`.

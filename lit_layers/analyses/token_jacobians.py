@@ -50,7 +50,7 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gap_records(gaps: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield how well leading directions are determined, from the gaps of all defined Jacobians, if any."""
+    """Yield `min_gap` and `num_tied`, which tell how well leading directions are determined; nothing without gaps."""
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
@@ -63,7 +63,7 @@ def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> N
 
 
 def direction_counts(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
-    """Return the distinct numbers of directions that `k` means in a model, in ascending order.
+    """Return the distinct numbers of directions that the option `k` means for a model, in ascending order.
 
     Raises:
         InputError: if one does not fit.
@@ -75,27 +75,28 @@ def direction_counts(name: str, k: Sequence[Directions], model: LayeredModel) ->
 
 
 Table = Literal["token", "input_context", "output_context"]
-TIE = 1e-4  # relative gap of singular values below which their directions are not well determined
+TIE = 1e-4  # singular values with a smaller relative gap are tied: their directions are not well determined
 
 
 @dataclass(kw_only=True)
 class TokenCoupling(Analysis):
     """Coupling over the tokens of a prompt, of a block with itself or another block, with its random baseline.
 
-    With `J[l][t, s]` = d f_l(X)[t] / d X[s], there are three tables, each over pairs of tokens t, t':
+    `J[l][t, s]` = d f_l(X)[t] / d X[s] is the Jacobian of block l from token s to token t. Its leading singular vectors
+    are its bases. There are three tables, each over pairs of tokens (t and t', or s and s'):
 
     - `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`.
     - `input_context`: `J[l][t, s]` in the bases of `J[l'][t', s]`, for an input s <= t, t'.
     - `output_context`: `J[l][t, s]` in the bases of `J[l'][t, s']`, for an output t >= s, s'.
 
     For each number K of directions (tag `k`), layer l and, if different, other_layer l': `token_coupling`,
-    `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens and over the
-    fixed token, per prompt, then over prompts. Each comes with `random_..` (expected for unrelated bases) and
-    `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags `token` (of l) and
-    `other_token` (of l', which gives the bases). These are positions from 0 (the first token) to 100 (the last), in per
-    cent of the prompt. Prompts of any length therefore share a table. A prompt with fewer than `num_tokens` tokens
-    enters only the means, with all its tokens. `min_gap` and `num_tied` (Jacobians whose leading directions are not
-    well determined) complete the records.
+    `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens (and over the
+    input or output that a pair shares) per prompt, then over prompts. Each comes with `random_..` (expected for
+    unrelated bases) and `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags
+    `token` (of l) and `other_token` (of l', which gives the bases). These are positions from 0 (the first token) to 100
+    (the last), in per cent of the prompt. Prompts of any length therefore share a table. A prompt with fewer than
+    `num_tokens` tokens enters only the means, with all its tokens. Two more records are `min_gap` and `num_tied`, the
+    number of Jacobians whose leading directions are not well determined.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
@@ -182,7 +183,7 @@ class TokenCoupling(Analysis):
                     values["map", layer, other, table] = three[:, 0].nanmean(1)
             for each in {layer, other}:
                 if last_use[each] == i:
-                    del blocks[each]  # 36 Jacobians of width 768 take 85 MB in float32
+                    del blocks[each]  # free memory: 36 Jacobians of width 768 take 85 MB in float32
         for name in ("gaps", "undefined"):
             values[name] = torch.cat([of_block[name] for of_block in gaps.values()], -1)
         return values
@@ -219,8 +220,8 @@ class TokenCoupling(Analysis):
     def _coupling_table(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
         """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
 
-        The table is in float64 on the CPU, NaN for missing and undefined pairs. Also return the number of undefined
-        pairs.
+        The dimension `fixed` runs over the input or output tokens that the Jacobians of a pair share. The table is in
+        float64 on the CPU, NaN for missing and undefined pairs. Also return the number of undefined pairs.
         """
         tokens = len(first.index)
         if table == "token":
@@ -288,9 +289,10 @@ class _Layer(NamedTuple):
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
 
 
-# Smallest distance of each group: a group per distance below 8, then two groups per octave.
+# The smallest distance in each group of distances. Each distance below 8 is a group; above, there are two groups per
+# octave.
 GROUPS = [*range(8), *(edge for octave in range(3, 24) for edge in (2**octave, 3 * 2 ** (octave - 1)))]
-_ENTRIES = 2**25  # entries of the Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
+_ENTRIES = 2**25  # most entries of Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
 
 
 @dataclass(kw_only=True)
@@ -303,7 +305,8 @@ class CrossTokenInfluence(Analysis):
     followed by 8-11, 12-15, 16-23, 24-31, and so on. Records without the tag are means over all measured s < t. Ranks
     of a zero Jacobian are undefined: they are left out and counted in the tag `num_undefined_tokens`.
 
-    `num_inputs` is the most input tokens per prompt, spread evenly over log(1 + distance); None: all tokens.
+    `num_inputs` is the largest number of input tokens per prompt, spread evenly over log(1 + distance). None means all
+    tokens.
 
     Cost: one Jacobian and its singular values per layer, prompt and input token. At width 768 one takes 0.1 s on a CPU
     core, so 12 layers and 128 tokens take 2.6 min per prompt, and 32 of the tokens 40 s.

@@ -1,4 +1,4 @@
-"""Paths of tokens through the layers: their shape, and their picture in a plane."""
+"""Paths of tokens through the layers: their shape, and their projection onto a plane."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class Trajectory(Analysis):
     """Shape, growth and steps of the paths that tokens take through the layers.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
-    so far (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each value is
-    averaged over the tokens of a prompt, then over prompts. A median (tag `statistic`) is the median over prompts of
-    the median over tokens.
+    up to this layer (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each
+    value is averaged over the tokens of a prompt, then over prompts. A median (tag `statistic`) is the median over
+    prompts of the median over tokens.
 
-    The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token is undefined if its state is
+    The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token has no value if its state is
     zero or not finite. Its line shape is also undefined at the layer where a step of length zero ends, and at all later
     layers. A metric of the whole path is NaN if no token has a value; the layers before the undefined ones keep their
     records.
@@ -69,7 +69,7 @@ class Trajectory(Analysis):
 
 def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
     """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, used tokens)."""
-    used = used.to(values.device)  # values are on the CPU if the device has no float64
+    used = used.to(values.device)  # the values were moved to the CPU if the device has no float64
     padded = values.new_full((len(values), *used.shape), torch.nan)
     padded[:, used] = values  # (rows, batch, tokens)
     missing = (padded.isnan() & used).sum(-1)
@@ -79,7 +79,7 @@ def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
 def _token_values(path: PathStats) -> dict[str, Tensor]:
     """Return the values (rows, paths) of each metric; a metric of the whole path has one row."""
     norms, lengths = path.norms, path.lengths
-    values = {  # an undefined step leaves the layers before it defined
+    values = {  # layers before an undefined step stay defined
         "line_shape_score": path.running_line_shape_score("nan"),
         "equidistance": path.equidistance("nan")[None],
         "growth_rate": path.growth_rates("nan"),

@@ -28,24 +28,25 @@ Pooling = Literal["cls", "mean", "last"]
 
 @dataclass(kw_only=True)
 class LabelProbe(ProbeAnalysis):
-    """A logistic probe per layer, 0 to L, of the `labels` of texts or images.
+    """A logistic probe per layer, 0 to L, that predicts the `labels` of texts or images.
 
-    The feature of a row is one vector per layer, tag `pooling`. "mean" averages its real tokens (in an image, only the
-    patches: no class, distillation or register token). "cls" is the first token, and "last" the last real one (in an
-    image, the last patch). Each of several poolings has its own probes. Layer 0 under "cls" is the same vector for
-    every image, so its probe only learns the class frequencies.
+    The feature of a row is one vector per layer, chosen by the option and tag `pooling`. "mean" averages its real
+    tokens (in an image, only the patches: no class, distillation or register token). "cls" is the first token, and
+    "last" the last real one (in an image, the last patch). If there are several poolings, each has its own probes.
+    Layer 0 under "cls" is the same vector for every image, so its probe only learns the class frequencies.
 
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Records tagged `reference="majority"`
-    score the class frequencies in training on the same rows. Records tagged `control="random_labels"` come from probes
-    fitted to permuted labels. A training row that is equal to a test row, pixel for pixel or token for token, is left
-    out; `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at which fewer than
-    half of all rows have finite features has no probe. A row whose features are not finite at another layer is left out
-    everywhere and counted in `num_undefined`.
+    score a prediction of the class frequencies in training, on the same rows. Records tagged `control="random_labels"`
+    come from probes fitted to permuted labels. A training row that is equal to a test row, pixel for pixel or token for
+    token, is left out; `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at
+    which fewer than half of all rows have finite features has no probe. A row whose features are not finite at a layer
+    with a probe is left out at all layers and counted in `num_undefined`.
 
-    Features are standardised, `c` multiplies the sum of the losses and `tolerance` applies to the gradient, as in
-    `lit_layers.functional.fit_logistic_probes`. A layer whose probe did not converge has the tag `num_not_converged`.
-    Intervals: Wilson's for the accuracy, bootstrap over test rows for the loss. The model runs in float32 or wider.
-    Memory: layers x rows x width for each pooling and split (13 x 10,000 x 192 x 4 B = 0.1 GB).
+    Features are standardised. As in `lit_layers.functional.fit_logistic_probes`, `c` multiplies the sum of the losses,
+    and a probe has converged if no entry of the gradient exceeds `tolerance` x c x rows. A layer whose probe did not
+    converge has the tag `num_not_converged`. Intervals: Wilson's for the accuracy, bootstrap over test rows for the
+    loss. The model runs in float32 or wider. Memory: layers x rows x width for each pooling and split (13 x 10,000 x
+    192 x 4 B = 0.1 GB).
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3, on texts.
     """
@@ -175,14 +176,15 @@ def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer:
 
 @dataclass(kw_only=True)
 class AttentiveProbe(Analysis):
-    """A probe per layer, 0 to L, of the `labels` of texts or images, that attends to tokens with learned queries.
+    """A probe per layer, 0 to L, that predicts the `labels` of texts or images by attending to tokens.
 
+    The queries of the attention are learned.
     `LabelProbe` reads one vector per row; this probe also finds information in tokens whose position differs between
-    rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows, and the scores of the class
-    frequencies in training on the same rows (`reference="majority"`). Rows, duplicates and intervals are as in
-    `LabelProbe`. The probe attends to all tokens; in an image, to the class token and patches. A layer at which fewer
-    than half of all rows have finite states has no probe. Rows whose states are not finite at another layer are left
-    out everywhere and counted in `num_undefined`.
+    rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows, and the scores of a prediction of
+    the class frequencies in training, on the same rows (tag `reference="majority"`). Rows, duplicates and intervals are
+    as in `LabelProbe`. The probe attends to all tokens; in an image, to the class token and patches. A layer at which
+    fewer than half of all rows have finite states has no probe. A row whose states are not finite at a layer with a
+    probe is left out at all layers and counted in `num_undefined`.
 
     The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs
     one forward pass over the rows, after a first pass that finds non-finite states. The model runs in float32 or wider.

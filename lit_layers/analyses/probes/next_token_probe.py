@@ -124,7 +124,7 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
             )
 
 
-MAX_LOGITS = 2**28  # entries in one forward pass: 1 GB in float32
+MAX_LOGITS = 2**28  # most logits in one forward pass: 1 GB in float32
 
 
 @dataclass(kw_only=True)
@@ -137,20 +137,22 @@ class NextTokenProbe(ProbeAnalysis):
     different documents. A training text that is equal to a test text, token for token, is left out.
 
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class. `accuracy_all` is
-    on all test rows, and the others count as errors. `coverage` is the share of test rows whose target is a class. Its
-    tags count the classes, the training rows, and the texts left out. `num_train_wanted` and `num_test_wanted` are the
-    numbers of texts requested, if fewer exist. Records tagged `reference` score other predictions on the same test
-    rows. "majority" is the class frequencies in training. For a model that predicts the next token, "lm_head" is its
-    own head over its vocabulary. "lm_head_closed" is the same head over only the classes, as for the probe. Records
-    tagged `control="random_labels"` come from probes fitted to permuted labels.
+    over all test rows; rows whose target is not a class count as errors. `coverage` is the share of test rows whose
+    target is a class. Its tags count the classes, the training rows, and the texts left out. If fewer texts exist than
+    were requested, `num_train_wanted` and `num_test_wanted` are the requested numbers. Records tagged `reference` score
+    other predictions on the same test rows. "majority" always predicts the class frequencies in training. For a model
+    that predicts the next token, "lm_head" is its own head over its vocabulary. "lm_head_closed" is the same head
+    limited to the classes, like the probe. Records tagged `control="random_labels"` come from probes fitted to permuted
+    labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the loss, none for `macro_f1`. With several positions
     per text, whose rows are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose
-    states are not finite for most rows has no probe. `num_undefined` counts the rows that are not finite at another
-    layer; all rows of their texts are left out. A layer whose probe did not converge has the tag `num_not_converged`.
+    states are not finite for most rows has no probe. `num_undefined` counts the rows whose states are not finite at a
+    layer with a probe; all rows of their texts are left out. A layer whose probe did not converge has the tag
+    `num_not_converged`.
 
-    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2, whose settings are unpublished:
-    these are ours.
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2. Its settings are unpublished; the
+    defaults are ours.
     """
 
     SEES = "text"
@@ -178,7 +180,7 @@ class NextTokenProbe(ProbeAnalysis):
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
         tags: TagDict = {**missing_tag("", ~used)}
-        if tags:  # draw and count again without the texts of undefined rows
+        if tags:  # some rows are undefined: draw and count again without their texts
             problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
@@ -201,7 +203,8 @@ class NextTokenProbe(ProbeAnalysis):
 
         A group is a document, or a text if a document has more rows than a fold should have.
         """
-        origins = self.train.origins() if isinstance(self.train, Batches) else None  # a plain list has no origins
+        # A plain list of batches does not know the documents of its texts.
+        origins = self.train.origins() if isinstance(self.train, Batches) else None
         if origins is None or origins[text].bincount().max() > len(text) / NUM_FOLDS:
             return text
         return origins[text]
@@ -296,7 +299,7 @@ class _Problem(NamedTuple):
     test_classes: Tensor  # (test rows,), -1 for targets outside the classes
     num_duplicates: int
     num_too_short: int
-    num_texts: tuple[int, int]  # of train and test
+    num_texts: tuple[int, int]  # number of texts in train and in test
 
 
 class _Head(NamedTuple):
@@ -335,4 +338,5 @@ def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any)
         return states, None
     inverse = torch.cat(order).argsort()
     head = _Head(*(torch.cat(columns)[inverse] for columns in zip(*heads, strict=True)))
-    return states, head if head.log_loss.isfinite().all() else None  # else the last states are not finite either
+    # Without a finite loss, the states of the last layer are not finite either.
+    return states, head if head.log_loss.isfinite().all() else None

@@ -22,7 +22,7 @@ from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, 
 from lit_layers.records import Record
 
 MAX_BYTES = 8 * 10**9  # most bytes of states in memory: 78,000 rows of 25 layers of width 1,024 in float32
-EPS = 1e-5  # eps of a norm that has no such attribute; OlmoLayerNorm has this value in its code
+EPS = 1e-5  # the eps to use if a norm has no attribute for it; the code of OlmoLayerNorm contains this value
 
 
 @dataclass(kw_only=True)
@@ -32,32 +32,33 @@ class NextTokenResidual(Analysis):
     Per layer, with `n` counting rows (positions):
 
     - `prediction_residual`, the mean squared residual divided by the variance, in sample, in [0, 1];
-    - `adjusted`, the same corrected for the number of features;
-    - `held_out`, fitted on the share `split` of the texts and scored on the others;
-    - `rank` of the features.
+    - `adjusted`, the prediction residual corrected for the number of features;
+    - `held_out`, the residual of a fit on the share `split` of the texts, scored on the other texts;
+    - `rank`, the rank of the matrix of features.
 
     Records tagged `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`, which removes their
     order, roughly that of frequency. Compare values only at equal numbers of rows and widths, or use `adjusted`.
 
-    Without a layer, over layers 1..L: `residual_ratio`, rho of `exponential_law` on prediction_residual (below 1, the
-    residual shrinks by that factor per block), its `r_squared` and `pearson`. A model of fewer than 3 blocks, or with a
-    residual of 0 at a layer, has none of the three. A layer at which most texts are not finite has no records, and the
-    three are NaN. A text that is not finite at another layer is left out everywhere and counted in `num_undefined`.
+    Without a layer, over layers 1..L: `residual_ratio`, the rho of `exponential_law` fitted to prediction_residual (if
+    it is below 1, the residual shrinks by this factor per block), and `r_squared` and `pearson` of this fit. A model of
+    fewer than 3 blocks, or with a residual of 0 at a layer, has no record of these three. If most texts have non-finite
+    states at a layer, that layer has no records, and the three values are NaN. A text with a non-finite state at any of
+    the remaining layers is left out at all layers and counted in `num_undefined`.
 
     Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread over `num_halves`
     random halves of the texts, centred on the value (delete-half jackknife). Resampling with replacement would repeat
-    rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. Halves are not used if there are
+    rows. The means over halves, of `num_half_texts` texts each, are `..._of_half`. There are no intervals if there are
     fewer than 4 texts, or if a half has too few rows for the width.
 
-    Rows are normalised by a new norm of the same kind and eps as the model's own. `states="hf"` measures the last layer
-    after the final norm, without a further norm. The model runs in float32 or wider; all fits are in float64 on its
-    device. Memory: layers x rows x width, refused above 8 GB.
+    Rows are normalised by a norm without weights, of the same kind and eps as the model's own. With `states="hf"`, the
+    last layer is measured after the final norm and not normalised again. The model runs in float32 or wider; all fits
+    are in float64 on its device. Memory: layers x rows x width, refused above 8 GB.
 
     Source: He & Su, arXiv 2408.13442.
     """
 
     SEES = "text"
-    NEXT_TOKEN = True  # states of other models have seen the token to predict
+    NEXT_TOKEN = True  # in other models, the states already contain the token to predict
     batches: Batches
     name: str = "prediction_residual"
     states: Literal["resid", "hf"] = "resid"
@@ -152,7 +153,10 @@ class NextTokenResidual(Analysis):
         yield Record(metric="rank", value=whole.rank.item(), layer=layer, n=whole.num_rows, tags=tags)
 
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
-        """Yield the records of the law over layers 1..L, from values (layers,) and those of halves (halves, layers)."""
+        """Yield the records of the exponential law over layers 1..L.
+
+        `curve` (layers,) has the values of all texts and `halves` (halves, layers) those of random halves.
+        """
         tags, missing, n = self._tags(rows) | counts, missing_tag("layers", curve.isnan()), rows.num_texts
         if missing and len(curve) >= 3:
             yield from (nan_record(each, tags=tags | missing) for each in ("residual_ratio", "r_squared", "pearson"))
@@ -180,7 +184,8 @@ class NextTokenResidual(Analysis):
         for batch in self.batches:
             ids = batch["input_ids"]
             prompt, position = _predicted(batch.get("attention_mask", torch.ones_like(ids)).bool())
-            _, index = prompt.unique(return_inverse=True)  # texts of one token have no row and no index
+            # Number only the texts that have rows; texts of one token have none.
+            _, index = prompt.unique(return_inverse=True)
             targets.append(ids[prompt, position + 1])
             text.append(num_texts + index)
             num_texts += int(index.max()) + 1 if len(index) else 0
@@ -252,7 +257,7 @@ def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _own_norm(model: LayeredModel) -> tuple[Normalize, float]:
-    """Return kind and eps of the model's final norm, or without one, of the first norm in its blocks."""
+    """Return kind and eps of the model's final norm or, if it has none, of the first norm in its blocks."""
     norm: Any = final_norm(model)
     if norm is None:
         norm = next(module for module in model.blocks[0].modules() if "norm" in type(module).__name__.lower())

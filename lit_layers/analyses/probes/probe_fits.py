@@ -24,11 +24,11 @@ MAX_SENT = 1e9  # bytes of states that ranks may send: 25,000 rows of all layers
 
 
 def vector_bytes(model: LayeredModel, rows: int) -> int:
-    """Return the size in bytes of vectors of `rows` rows at all layers, in the model's precision, at least float32."""
+    """Return how many bytes the vectors of `rows` rows at all layers take, in float32 or a wider dtype of the model."""
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
 
-# "logistic": the optimum at the option `c`. "watch": near the best c of each layer (`fit_watching_probes`).
+# "logistic" finds the optimum at the option `c`. "watch" comes near the best c of each layer (`fit_watching_probes`).
 Estimator = Literal["logistic", "watch"]
 
 
@@ -55,16 +55,17 @@ def fit_labellings(
     groups: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Sequence[Fitted]:
-    """Return one layer's probe for each labelling of its features (rows, dim): ridge if `num_classes` is None.
+    """Return one layer's probe for each labelling of its features (rows, dim).
 
-    Rows with the same id in `groups` (rows,) are held out together.
+    Probes are logistic, or ridge if `num_classes` is None. Rows with the same id in `groups` (rows,) are held out
+    together.
     """
     layer = features[None]
     if num_classes is None:
         penalty = getattr(options, "penalty", 1.0) if options.estimator == "logistic" else None
         return [fit_ridge_probes(layer, targets, penalty=penalty) for targets in labellings]
     how: dict[str, Any] = {"num_classes": num_classes, "device": device}
-    if options.estimator == "watch":  # decomposes the features once for all labellings
+    if options.estimator == "watch":  # one call, because it decomposes the features once for all labellings
         return fit_watching_probes(layer, labellings, groups=groups, **how)
     how |= {"c": options.c, "tolerance": options.tolerance, "max_iterations": options.max_iterations}
     return [fit_logistic_probes(layer, targets, **how) for targets in labellings]
@@ -145,7 +146,7 @@ def probe_jobs(
 
 
 RULES: dict[str, curves.Rule] = {"plateau_layer": "plateau", "best_layer": "best"}
-PLATEAU = 0.01  # gains up to this from one layer to the next are ignored: a point of accuracy, 0.01 nats
+PLATEAU = 0.01  # gains of at most this from one layer to the next are ignored: a point of accuracy, or 0.01 nats
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,5 +254,5 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
 
 
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
-    """Widen an interval to contain its value, which it can miss: resampled curves are rougher than the mean curve."""
+    """Widen an interval to contain its value, which may lie outside: resampled curves are rougher than their mean."""
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))

@@ -46,10 +46,10 @@ class TaskTexts:
     """The texts of a downstream task, as probes read them.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
-    at another layer is left out of every split and layer, and counted in `num_undefined`.
+    at a layer with a probe is left out at all layers and counted in `num_undefined`.
 
-    Several ranks share the texts, then the probes of the layers. If the vectors take more than 1 GB, each rank runs the
-    model on all texts.
+    Ranks share the work: each runs the model on some of the texts, then fits the probes of some of the layers. If the
+    vectors take more than 1 GB, each rank runs the model on all texts.
 
     Args:
         task: a name of the catalogue, or a `ProbeTask`.
@@ -58,7 +58,7 @@ class TaskTexts:
         folder: local folder with the task's files; None: the Hub.
         name: name of the analysis; by default its kind and the task.
         pooling: "last", "mean" or "cls".
-        max_tokens: longer texts are cut at their end, and at the model's own limit.
+        max_tokens: longer texts are cut at their end. The model's own limit applies if it is lower.
         c, tolerance, max_iterations: options of `fit_logistic_probes`.
         penalty: option of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: seed of all random draws.
@@ -115,7 +115,7 @@ class TaskTexts:
         """Return which layers (layers + 1,) are measured, and which rows of each split have a vector at each of them.
 
         Raises:
-            ValueError: if no layer is left, or no row of a split.
+            ValueError: if no layer can be measured, or no row of a split is left.
         """
         defined = {split: layers.defined() for split, layers in features.items()}
         layers, used = comparable(torch.cat(list(defined.values()), dim=1))
@@ -137,15 +137,16 @@ class Probe(TaskTexts, ProbeAnalysis):
     The feature of a text is one vector per layer: its "last" real token, the "mean" of its tokens, or the first
     ("cls"). The model runs once on each text. Per layer and split (tag `split`): `accuracy`, `macro_f1` and `log_loss`
     (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Records tagged
-    `reference="majority"` (or "mean") score the training labels' frequencies (or mean) on the test rows. Records tagged
-    `control="random_labels"` come from probes fitted to permuted labels. A test row of a class without training rows
-    counts as an error and is left out of the log-loss. Records without a layer (tag `of`) describe how the test score
-    rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and `inflection_layer`. No single step after
-    the plateau layer gains more than 0.01.
+    `reference="majority"` (or "mean") score a constant prediction, the training labels' frequencies (or mean), on the
+    test rows. Records tagged `control="random_labels"` come from probes fitted to permuted labels. A test row of a
+    class without training rows counts as an error and is left out of the log-loss. Records without a layer (tag `of`)
+    describe how the test score rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and
+    `inflection_layer`. No single step after the plateau layer gains more than 0.01.
 
-    If `fit_on` is "train", `validation` is also scored: choose layers there. Test and validation scores have intervals:
-    Wilson's for the accuracy, none for `r_squared`, bootstrap over rows for the others. Features of up to 1 GB are
-    collected in memory before they are stored on disk. One layer at a time is read (100,000 x 768 x 4 B = 0.3 GB).
+    If `fit_on` is "train", `validation` is also scored: choose layers by these scores. Test and validation scores have
+    intervals: Wilson's for the accuracy, none for `r_squared`, bootstrap over rows for the others. Features of up to 1
+    GB are collected in memory before they are stored on disk. One layer at a time is read (100,000 x 768 x 4 B = 0.3
+    GB).
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
 
@@ -264,7 +265,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     error and is left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation weakens
     as rows are added.
 
-    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished: these are ours.
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished. These are ours.
 
     Args:
         task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator: as for
