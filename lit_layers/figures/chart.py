@@ -35,8 +35,9 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 class Series:
     """A line or a set of marks. Points are in drawing order; None in `y` breaks the line.
 
-    For charts over training, `x` holds steps. `frame` gives the slider index at which each point is shown; without it,
-    a point is shown at all of them. `texts` are added to the tooltip, which shows name, value, interval and position.
+    For charts over training, `x` holds steps. `frame` gives the slider index at which each point is shown; without
+    `frame`, all points are always shown. `texts` are added to the tooltip, which shows name, value, interval and
+    position.
     """
 
     x: Sequence[Any]
@@ -48,12 +49,12 @@ class Series:
     texts: Sequence[str] = ()
     frame: Sequence[int] = ()
     color: str = MUTED
-    colors: Sequence[str] = ()  # one per point, if they differ
+    colors: Sequence[str] = ()  # one per point, if the points differ in colour
     dash: str = ""
     width: float = 0.0  # line width; 0: no line
     mark: str = ""
     size: float = 5.0
-    labels: Sequence[str] = ()  # drawn to the right of the points
+    labels: Sequence[str] = ()  # one per point, drawn to its right
     legend: bool = False
     hover: bool = True
     texts_only: bool = False  # tooltips show only `texts`
@@ -65,13 +66,13 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map: `values[frame][row][column]` over the keys (or checkpoints) of the axes; None if not measured."""
+    """A heat map: `values[frame][row][column]` over the `rows` and `columns`; None if not measured."""
 
     values: Sequence[Sequence[Sequence[float | None]]]
     rows: Sequence[Any]
     columns: Sequence[Any]
     ends: tuple[float, float]
-    scheme: Any  # name of a Vega colour scheme, or colours
+    scheme: Any  # name of a Vega colour scheme, or a list of colours
     log: bool = False
     scale: Sequence[float] = ()  # one per frame; values are divided by it before colouring
     hover: str = "{y}, {x}"
@@ -99,7 +100,7 @@ class Picture:
 
         Raises:
             InputError: the picture cannot be drawn or written.
-            ValueError: the suffix is another one.
+            ValueError: the suffix is none of these.
         """
         picture = self.picture(Path(path).suffix)
         with refused(f"cannot write {path}"):
@@ -110,7 +111,8 @@ class Picture:
         return pictures_of([self.whole()], [suffix])[0][0]
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
-        spec = self.whole(still=False)  # notebooks without Vega-Lite 6 show the SVG
+        # A notebook shows the specification, or the SVG if it does not support Vega-Lite 6.
+        spec = self.whole(still=False)
         return {"application/vnd.vegalite.v6+json": spec, "image/svg+xml": self.picture(".svg").decode()}
 
 
@@ -129,7 +131,7 @@ class Chart(Picture):
     hover: str = "{w}"  # tooltip template for the position of a point
     height: int = 340
     square: bool = False
-    horizontal: bool = False  # values on the x-axis, keys on the y-axis
+    horizontal: bool = False  # swap the axes: values go across
     legend_title: str = ""
     background: str = ""
 
@@ -177,7 +179,7 @@ class Chart(Picture):
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self) -> list[dict[str, Any]]:
-        """Return lookup transforms for what many rows share: the look of a series, and the position of a checkpoint."""
+        """Return lookup tables of what many rows share: the style of a series, and the position of a checkpoint."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
@@ -200,7 +202,7 @@ class Chart(Picture):
 
     @property
     def _num_unplaced(self) -> int:
-        """Number of values <= 0 on a log axis. They are dropped: Vega would draw them at the top, as the largest."""
+        """Number of values <= 0 on a log axis. They are not drawn: Vega would draw them at the top, as if largest."""
         return sum(v is not None and v <= 0 for s in self.series for v in s.y) if self.y.log else 0
 
     def _cells(self, *, still: bool) -> list[dict[str, Any]]:
@@ -226,7 +228,7 @@ class Chart(Picture):
         return [rect if still else hoverable(rect, tip)]
 
     def _marks(self, *, still: bool) -> list[dict[str, Any]]:
-        """Return the layers from bottom to top.
+        """Return the Vega-Lite layers of the chart, except its cells, from bottom to top.
 
         The order is: divider, intervals, lines, marks, tooltips, labels, notes, colour bar.
         """
@@ -318,7 +320,7 @@ class Chart(Picture):
 
     @property
     def _marks_in_legend(self) -> bool:
-        """Whether the legend shows marks: needed if there are more names than colours."""
+        """Whether the legend shows marks, because there are more names than colours."""
         return self.legend_of_marks and len({s.name for s in self.series if s.mark}) > len(COLORS)
 
     def _legend(self) -> dict[str, Any] | None:
@@ -346,7 +348,7 @@ class Chart(Picture):
         return {**hoverable(target, tip), "params": [{"name": "near", "select": near}]}
 
 
-# Per row: the point's own colour, and the mark and size of the untrained model's point.
+# Vega expressions for each data row: its own colour if it has one, and another mark and size for the untrained model.
 _ROW_FIELDS = {"c": "isValid(datum.ci) ? datum.ci : datum.c", "m": "datum.u ? datum.p : datum.m"}
 _ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 
@@ -354,9 +356,9 @@ _ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """Return the cells and points of a chart as data rows.
 
-    Keys: k is the series index, i the row index, n the checkpoint index, f the frame index. x, y, l(ow) and h(igh) are
-    values. z is the value of a cell, v the value that its colour shows, and y0 and y1 are its edges. t(ext) is a
-    tooltip text, q the label next to a point, and ci the point's own colour.
+    The keys of a row have one letter: k is the series index, i the row index, n the checkpoint index, f the frame
+    index. x, y, l(ow) and h(igh) are values. z is the value of a cell, v the value that its colour shows, and y0 and y1
+    are its edges. t(ext) is a tooltip text, q the label next to a point, and ci the point's own colour.
     """
     rows = list[dict[str, Any]]()
     cells, several = chart.cells, len(chart.frames) > 1
@@ -381,7 +383,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
 
 
 def _untrained_mark(s: Series) -> str:
-    """Return the mark of the untrained model's point."""
+    """Return the mark of the point at step 0, the untrained model."""
     return s.mark if not s.width else "line-ew" if s.dash else "diamond"
 
 

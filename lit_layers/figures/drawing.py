@@ -1,8 +1,8 @@
 """Rendering with vl-convert: pictures of Vega-Lite specifications, and Vega's script for pages.
 
-This file runs as a separate process and is never imported. vl-convert draws in a thread of its own while holding
-Python's GIL. In the same process training would stall, and in a forked process, which lacks that thread, drawing would
-hang.
+This file runs as a separate process and is never imported. vl-convert draws in a thread of its own while it holds
+Python's GIL. If it ran in the process of a training, the training would stall. A forked process lacks that thread, so
+drawing would hang there.
 """
 
 import base64
@@ -24,7 +24,7 @@ def main() -> None:
     formats[".pdf"] = vl_convert.svg_to_pdf
     suffixes, specs = json.load(sys.stdin.buffer)
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep other output out of the answer
+    os.dup2(2, 1)  # send everything else that is printed to stderr
     drawn: Any = []
     try:
         for spec in specs:

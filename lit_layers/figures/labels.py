@@ -17,7 +17,7 @@ _NAMES = ("Brier", "Jacobian", "Kendall", "Matthews", "Pearson", "Spearman")
 
 
 def analysis_note(name: str) -> str:
-    """Return a sentence that describes an analysis; `probe/some_task` has the sentence of `probe`."""
+    """Return a sentence that describes an analysis; for `probe/some_task` it is the sentence of `probe`."""
     return ANALYSES.get(name) or ANALYSES.get(name.split("/")[0], "")
 
 
@@ -90,7 +90,7 @@ def value(number: float | None) -> str:
 def p_text(p: float | None, least: float = 1e-300) -> str:
     """Return a p-value with two digits: 0.057, 1.4e-10, < 1e-300.
 
-    None and NaN give an empty string. The text is never 0.
+    A p-value below `least` is shown as a bound, never as 0. None and NaN give an empty string.
     """
     if p is None or math.isnan(p):
         return ""
@@ -111,6 +111,6 @@ def number_text(metric: str) -> Callable[[float], str]:
 
 
 def whole(number: float) -> str:
-    """Return an integer as text, or a mean of integers with three digits; a dash for NaN."""
+    """Return the text of an integer, or of a mean of integers with three digits; a dash for NaN."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
     return DASH if math.isnan(number) else text.replace("-", MINUS, 1)

@@ -18,9 +18,9 @@ from lit_layers.metrics import look_up, names, sentence
 __all__ = ["layer_matrix", "layer_surface", "table_map", "tag_map"]
 
 SIMILARITIES = names("similarity")
-_LONGEST = 24  # longest category label; tooltips have the full name
+_LONGEST = 24  # most characters of a category label; tooltips have the full name
 _ROW = 13  # pixels per row
-_Cell = Callable[[Point], tuple[Any, Any]]  # returns row and column of a point
+_Cell = Callable[[Point], tuple[Any, Any]]  # returns the row and column of a point in a heat map
 
 
 # ------------------------------------------------------------------------------------------------ pairs
@@ -29,9 +29,9 @@ _Cell = Callable[[Point], tuple[Any, Any]]  # returns row and column of a point
 def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
     """Return a metric of layer pairs as a heat map with a slider over checkpoints.
 
-    Colours have the same meaning at every checkpoint. Their range comes from pairs of different layers, so values on
-    the diagonal may lie outside. Similarities use a scale from the smallest value of any checkpoint to 1. Their values
-    are far from 0, so all layers would look alike on a scale centred at 0.
+    Colours have the same meaning at every checkpoint. The colour scale is centred at 0. Its range comes from pairs of
+    different layers, so values on the diagonal may lie outside. For similarities, the scale goes from the smallest
+    value of any checkpoint to 1: these values are far from 0, so all layers would look alike on the other scale.
 
     Raises:
         ValueError: the metric has no values per pair of layers.
@@ -54,9 +54,9 @@ def table_map(
     The table is one of two kinds. A metric of token pairs has the tags `token` (down) and `other_token` (across), which
     are positions in per cent of the prompt. Its colours are as in `layer_matrix`.
 
-    One block's Jacobian in the leading directions of another has the tags `row` and `column`. Blue is positive, brown
-    negative. Jacobians grow by orders of magnitude in training, so each checkpoint has its own colour scale. It
-    saturates at half the largest entry, because a few entries are much larger than the others.
+    The Jacobian of one block in the leading singular directions of another has the tags `row` and `column`. Blue is
+    positive, brown negative. Jacobians grow by orders of magnitude in training, so each checkpoint has its own colour
+    scale. It saturates at half the largest entry, because a few entries are much larger than the others.
 
     Raises:
         ValueError: the metric has no such table, or not for these layers.
@@ -103,7 +103,7 @@ def named_matrix(
 ) -> Chart:
     """Return values of pairs as a heat map: numbered names label the rows, and their numbers the columns.
 
-    `texts` are shown in the tooltip of a row, next to the value; the names by default.
+    The tooltip of a cell shows its value and the row's entry of `texts`, or by default the row's name.
     """
     keys, labels = list(range(len(names))), [f"{n}  {name}" for n, name in enumerate(names, 1)]
     look: dict[str, Any] = {"ends": ends, "scheme": DIVERGING, "hover": "{t}", "texts": texts or names}
@@ -157,8 +157,8 @@ def layer_surface(
 ) -> Chart:
     """Return a metric over steps (log scale, with a gap after step 0) and layers as a heat map.
 
-    `steps` are all steps that were scheduled; missing values are grey. Metrics whose values span orders of magnitude
-    have a log colour scale. For a score, dots mark the best layer at each step (layer 0 excluded).
+    `steps` are all steps that were scheduled for measuring; missing values are grey. Metrics whose values span orders
+    of magnitude have a log colour scale. For a score, dots mark the best layer at each step (layer 0 excluded).
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -186,7 +186,7 @@ def layer_surface(
 
 
 def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[int | None]:
-    """Return the best layer from 1 on at each step for values (layers, steps); None if there is no value."""
+    """Return the best layer, layer 0 excluded, at each step, for values (layers, steps); None without values."""
     scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
     scores[np.isnan(scores)] = -math.inf
     scores[0] = -math.inf
@@ -226,7 +226,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
         raise ValueError(f"metric {metric!r} has no values per layer and category or head")
     layers = key_axis("Block" if by_head else "Layer", sorted({point.layer or 0 for point in points}))
     kinds = {_category(point): str(point.tags.get("group", "")).replace("_", " ") for point in points}
-    keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean has an empty name and comes first
+    keys = sorted(kinds, key=lambda key: (bool(key[2]), kinds[key], key))  # the mean (empty name) first
     texts = [name.replace("_", " ") or "Mean" for *_, name in keys]
     texts = [text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1].rstrip()}…" for text in texts]
     frames = frame_grids(points, lambda p: (_category(p), p.layer), keys, layers.keys or ())
@@ -243,7 +243,7 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
 
 
 def _category(point: Point) -> tuple[str, int, str]:
-    """Return id, sort number and name of a category or head; id and name are empty for the mean."""
+    """Return the id, sort key and name of a point's category or head; id and name are empty for the mean."""
     if tables.HEAD in point.tags:
         return "", point.tags[tables.HEAD] + 1, f"head {point.tags[tables.HEAD]}"
     return str(point.tags.get("category_id", "")), 0, str(point.tags.get(tables.CATEGORY, ""))

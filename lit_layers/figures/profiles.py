@@ -42,16 +42,16 @@ from lit_layers.metrics import look_up
 __all__ = ["layer_profile", "list_profile", "models_in_rows"]
 
 FRAMES = 30  # largest number of slider positions
-_PROFILES = 16  # more lines in one figure cannot be distinguished
+_PROFILES = 16  # largest number of lines: more cannot be distinguished
 # The x-axis for models of different depth.
 _DEPTHS = Axis(
     title="Depth (100 layer / number of layers)", labels={n: str(n) for n in (0, 25, 50, 75, 100)}, ends=(-3, 103)
 )
-_BARS = 13  # error bars of more lines cannot be distinguished
+_BARS = 13  # largest number of lines with error bars: more bars cannot be distinguished
 
 
 def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> Series:
-    """Return points as a series with their intervals; None breaks the line."""
+    """Return the series of these points with their intervals; None instead of a point breaks the line."""
     shown = list(points)
     ends = {
         name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in shown)
@@ -68,7 +68,7 @@ def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Return a line at the reference value that follows from a metric's definition; empty if there is none."""
+    """Return a line at the reference value that follows from a metric's definition; an empty list if there is none."""
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -113,13 +113,14 @@ def layer_profile(
     """Return a metric over the layers (or over the tag `distance`), with one line per checkpoint or per model.
 
     Colours run from the first checkpoint to the last. If there are many checkpoints, evenly spaced ones are drawn. The
-    first and the last have 95% intervals, if recorded. Models of different depth are drawn over depth in per cent, 100
-    l / L: 0 is the embedding, 100 the last layer. L is the model's entry in `num_layers`, or the last measured layer if
-    that is larger.
+    first and the last have 95% intervals, if recorded. Models of different depth are drawn over depth in per cent,
+    100 l / L for layer l: 0 is the embedding, 100 the last layer. L is the model's entry in `num_layers`, or the last
+    measured layer if that is larger.
 
-    Dashed lines are rows tagged `reference`, metrics named in `baselines` that have values per layer, and rows whose
-    tag `control` is named in `controls`. They are drawn at the last checkpoint, or for each model in its colour, unless
-    they are equal for all models. `tags` selects a variant, as in `emergence_curves`.
+    Dashed lines are values for comparison: rows tagged `reference`, metrics named in `baselines` that have values per
+    layer, and rows whose tag `control` is named in `controls`. For a run they are drawn at the last checkpoint. For
+    several models they are drawn for each model in its colour, except references that are equal for all models. `tags`
+    selects a variant, as in `emergence_curves`.
 
     Raises:
         InputError: for suspect checkpoints or models, unless `allow_suspect`.
@@ -141,7 +142,7 @@ def layer_profile(
     series, last = list[Series](), max(looks)
 
     def add(key: Any, part: Sequence[Point], **look: Any) -> None:
-        """Add a line; its tooltips show the layer index of the model, also on an axis in per cent."""
+        """Add a line; its tooltips show the layer index even if the axis is in per cent."""
         by_number = {point.index(number) or 0: point for point in part}
         at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a missing layer breaks the line
         look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
@@ -202,14 +203,14 @@ def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[C
 
 
 def _depths(frame: pd.DataFrame, runs: Iterable[str], num_layers: Mapping[str, int] | None) -> dict[str, float]:
-    """Return the number of layers of each model: the known one, or the last measured layer if that is larger."""
+    """Return the number of layers of each model: as in `num_layers`, or the last measured layer if that is larger."""
     table: Any = frame
     measured = table.groupby("run", sort=False)[["layer", "other_layer"]].max().max(axis=1)
     return {run: max(float(measured[run]), (num_layers or {}).get(run, 0)) for run in runs}
 
 
 def _looks(keys: Sequence[Any], of_models: bool) -> dict[Any, dict[str, Any]]:
-    """Return the line style of each model, or of evenly spaced checkpoints."""
+    """Return the line style of each model, or of each checkpoint that is drawn: at most `_PROFILES`, evenly spaced."""
     look: dict[str, Any] = {"width": 2.0, "size": 5.5, "legend": True, "interval": ""}
     if of_models:
         return {key: {**look, "color": color_of(n), "mark": symbol_of(n)} for n, key in enumerate(keys)}
@@ -255,7 +256,7 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
         series.append(series_of(part, [at(p.tags[ordinal]) for p in part], **look))
     log = is_index or (look_up(metric).log and not is_rows)
     values = (end for p in points for end in ((p.value, p.low, p.high) if is_rows else (p.value,)))
-    # Distances are labelled at 0 and powers of two, with enough room on a narrow screen.
+    # Label distances at 0 and powers of two, or at every second one so that a narrow screen has room for them.
     powers = [0, *(2**power for power in range(numbers[-1].bit_length()))][:: 2 if numbers[-1] > 64 else 1]
     shown = numbers if is_rows else [n for n in powers if n >= numbers[0]]
     x = Axis(title=_LISTS[ordinal], whole=True)
@@ -271,7 +272,7 @@ def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> 
 
 
 def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric of whole models at their last checkpoint, with one row per model and tags, and 95% intervals.
+    """Return a metric of whole models at their last checkpoint, with one row per model and variant, and 95% intervals.
 
     Raises:
         InputError: for suspect models, unless `allow_suspect`.
@@ -294,7 +295,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-    """Return the display names of models: the last component of the path or repository, or all of it if shared."""
+    """Return the display names of models: the last component of the path or repository, or the whole if shared."""
     last = {run: run.rstrip("/").split("/")[-1] or run for run in runs}
     shared = {name for name in last.values() if list(last.values()).count(name) > 1}
     return {run: run if name in shared else name for run, name in last.items()}
@@ -309,7 +310,7 @@ def symbol_of(index: int) -> str:
 
 
 def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, Any]:
-    """Return the style of one of `of` runs; a single run gets no name and no legend."""
+    """Return the style of run `index` out of `of` runs; a single run gets no name and no legend."""
     several = {"name": name, "legend": True} if of > 1 else {"name": "", "legend": False}
     return {"color": color_of(index), "mark": symbol_of(index), **several, **more}
 
@@ -349,7 +350,7 @@ def framed(points: Sequence[Point], steps: Sequence[int]) -> list[Point]:
 def fixed_limits(
     values: Iterable[float], *, log: bool = False, zero: bool = False, pad: float = 0.05
 ) -> tuple[float, float] | None:
-    """Return an axis range that holds at every checkpoint, so that moving the slider does not rescale the axis."""
+    """Return an axis range that fits the values of all checkpoints, so that the slider does not rescale the axis."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     finite = [math.log10(value) for value in finite] if log else [*finite, *([0.0] if zero else [])]
     if not finite:
@@ -361,17 +362,17 @@ def fixed_limits(
 
 
 def plain(points: Iterable[Point]) -> list[Point]:
-    """Return the points of a layer, a distance or the whole model, without layer pairs and tables."""
+    """Return the points of single layers, of distances and of the whole model, without layer pairs and tables."""
     return [point for point in points if point.other_layer is None and not is_tabular(point)]
 
 
 def ordinal_of(points: Iterable[Point]) -> str:
-    """Return which ordinal positions the points on the axis: "layer", or "distance" if no point has a layer."""
+    """Return the name of the number that positions the points: "layer", or "distance" if no point has a layer."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points that have this ordinal (`layer`, `distance`, ...), without reference values."""
+    """Return the points that have the number `number` (`layer`, `distance`, ...), leaving out reference points."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

@@ -16,10 +16,11 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 
 
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return token paths (tags `token`, and `axis`: 1 across, 2 up) as lines with one dot per layer.
+    """Return the paths of tokens through the layers, as lines in a plane with one dot per layer.
 
-    Dots are coloured by layer, and a slider selects the checkpoint. Each checkpoint has its own two axes. `tags`
-    selects a prompt (`{"prompt": 2}`); the default is the first one.
+    The tag `token` names the token, and the tag `axis` the coordinate: 1 goes across, 2 goes up. Dots are coloured by
+    layer, and a slider selects the checkpoint. Each checkpoint has its own two axes. `tags` selects a prompt
+    (`{"prompt": 2}`); the default is the first one.
 
     Raises:
         ValueError: the metric has no paths.
@@ -34,7 +35,7 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
     layers = sorted({point.layer for point in points if point.layer is not None})
     steps = spread(tables.steps_of(points), FRAMES)
     keys = [(n, step, token) for n, step in enumerate(steps) for token in tokens]
-    # None after each path, so that one series holds all of them
+    # None after each path breaks the line, so that one series holds all paths.
     across, up = (
         rounded((v for _, step, t in keys for v in [*(values.get((step, t, n, axis)) for n in layers), None]), 4)
         for axis in (1, 2)
@@ -63,9 +64,10 @@ def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[t
 class Scatter:
     """Content of a scatter plot.
 
-    `groups` colours the points: along a scale if all groups are numbers, otherwise one colour per group. All points are
-    alike if there are more groups than colours. `hover` are tooltip lines below the name. `path` joins the points in
-    order and omits the least-squares line: the layers of one model are not independent observations.
+    `groups` colours the points: along a scale if all groups are numbers, otherwise one colour per group. All points
+    have one colour if there are more groups than colours. `hover` are tooltip lines below the name. `path`
+    joins the points in order and omits the least-squares line: the layers of one model are not independent
+    observations.
     """
 
     x: Sequence[float]
@@ -80,7 +82,7 @@ class Scatter:
     path: bool = False
 
     def kinds(self) -> list[Any]:
-        """Return the groups that have their own colour, in order."""
+        """Return the distinct groups in order; an empty list if they are not coloured, because there are too many."""
         kinds = dict.fromkeys(group for group in self.groups or () if group is not None)
         if all(map(_is_number, kinds)):
             return sorted(kinds)
@@ -88,7 +90,7 @@ class Scatter:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the groups are numbers, which are coloured along a scale."""
+        """Whether the groups are coloured along a scale, because they are two or more numbers."""
         kinds = self.kinds()
         return len(kinds) > 1 and all(map(_is_number, kinds))
 
@@ -103,10 +105,10 @@ class Scatter:
         return _padded(self.x), _padded(self.y)
 
     def line(self) -> tuple[list[float], list[float], list[float], list[float]] | None:
-        """Return the least-squares line and its 95% band as (x, y, low, high); None for a path, or if undefined."""
+        """Return the least-squares line and its 95% band as (x, y, low, high); None for a path or if undefined."""
         if self.path:
             return None
-        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # slow: loads torch
+        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # loads torch: slow
 
         try:
             fitted = fit_line(self.x, self.y)
@@ -164,9 +166,9 @@ def scatter_plot(content: Scatter, *, width: int = 660, height: int = 440) -> Ch
 
 
 def labelled(content: Scatter, width: float, height: float) -> list[bool]:
-    """Return which names fit to the right of their points in a plot of this size in pixels, without overlap.
+    """Return for each point whether its name fits to its right without overlap, in a plot of this size in pixels.
 
-    A letter counts as 6.5 pixels wide and 14 high. If two names overlap, the first one is shown.
+    A letter is taken to be 6.5 pixels wide and 14 high. If two names overlap, only the first one is shown.
     """
     (left, right), (low, high) = content.limits()
     at = [

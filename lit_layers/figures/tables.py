@@ -15,10 +15,10 @@ from lit_layers.identity import ORDINALS as ORDINALS
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import AUDIT, AXES, COLUMNS
 
-# Tags of maps and sample-size curves: relation of word pairs, number of training rows, head.
+# Tags of figures that are not curves over layers: relation of word pairs, number of training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # an analysis has only one task
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`: an analysis has only one
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -32,13 +32,13 @@ _ABSENT = {
     "statistic": "mean",
     "control": "true labels",
     "domain": "all tasks",
-}  # display text of a variant without this tag
+}  # display text of variants that lack this tag
 MEAN = "mean_over_tasks"
 MEDIAN = "intervene/median_over_tasks"
 GLUE = "intervene/glue"
 GLUE_MEAN = f"{GLUE}/{MEAN}"
 BASES = tuple(group.name for group in GROUPS if group.over_tasks)
-_DROPPED = ("task", "domain", "score")  # tags that differ between the tasks of one mean
+_DROPPED = ("task", "domain", "score")  # tags that a mean over tasks loses
 _AVERAGED = {MEDIAN: "normalized_score", GLUE_MEAN: "task_score"}
 _COLUMNS = ["analysis", "metric", "variant"]  # columns of an empty table of results
 
@@ -47,9 +47,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a frame of records; `low` and `high` are NaN without an interval.
+    """One row of a frame of records: a value with its position; `low` and `high` are NaN without an interval.
 
-    For a model without steps, `step` is 0 and no figure shows it.
+    For a model without steps, `step` is 0, which no figure shows.
     """
 
     step: int
@@ -66,12 +66,12 @@ class Point:
         return self.tags.get("reference")
 
     def index(self, ordinal: str) -> int | None:
-        """Return the layer, or the value of another ordinal tag such as `distance`; None without it."""
+        """Return the layer if `ordinal` is "layer", else the value of the tag `ordinal` (e.g. `distance`), or None."""
         return self.layer if ordinal == "layer" else self.tags.get(ordinal)
 
 
 class Chosen(TypedDict, total=False):
-    """Keyword arguments that select rows: an analysis, a variant (None: the plainest), and suspect rows if allowed."""
+    """Keyword arguments that select rows: the analysis, the tags of a variant, and whether to allow suspect rows."""
 
     analysis: str | None
     tags: Mapping[str, Any] | None
@@ -87,9 +87,10 @@ def select(
     allow_suspect: bool = False,
     over_steps: bool = False,
 ) -> list[Point]:
-    """Return the points of one metric, including reference rows that match the tags.
+    """Return the points of one metric that have these tags.
 
-    Rows without a step are left out if other rows have one, or if `over_steps`.
+    Reference rows (values for comparison) are included even if they lack a tag. Rows without a step are left
+    out if other rows have one, or if `over_steps`.
 
     Raises:
         InputError: for rows that an audit found suspect, unless `allow_suspect`.
@@ -135,7 +136,7 @@ def _refuse_suspects(rows: Any) -> None:
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
-    """Return the points with these tags; None means without the tag. Reference rows may lack a tag."""
+    """Return the points with these tags; a value None selects points without the tag. References may lack a tag."""
     named = tags.items()
     return [
         p
@@ -149,13 +150,14 @@ def variants(
 ) -> list[dict[str, Any]]:
     """Return the variants of a metric as tags, in the order of recording: `[{"k": 4}, {"k": 12}]`.
 
-    A tag that only some variants have is None in the others; e.g. the mean has no `statistic`.
+    A variant is a set of tags under which the metric was measured. A tag that only some variants have is None in the
+    others; for example, the mean has no tag `statistic`.
     """
     return variants_of(select(frame, metric, analysis=analysis, allow_suspect=allow_suspect))
 
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the variants among points, as `variants` does; reference rows count only if there are no others."""
+    """Return the variants among points, as `variants` does, leaving out reference points if there are others."""
     measured = [point for point in points if point.reference is None] or points
     distinct = {_identity(point.tags): point.tags for point in measured}
     names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
@@ -163,9 +165,9 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of the plainest variant with values per layer or distance, and its tags.
+    """Return the points of the plainest variant (see `plainest`) with values per layer or distance, and its tags.
 
-    `tags` are the ones that selected the points. With a single variant all points are returned.
+    `tags` are the tags that selected the points. If the points have a single variant, all are returned.
     """
     drawable = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
     if len(variants_of(points)) < 2:
@@ -177,11 +179,11 @@ def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> 
 def drawable(
     frame: pd.DataFrame, metric: str, keep: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of a metric's plainest variant for which `keep` is true, and the tags of the variant.
+    """Return the points for which `keep` is true in a metric's plainest variant (see `plainest`), and its tags.
 
     Raises:
-        ValueError: there are no such points; `missing` names them in the message, e.g. `values per head`. Also what
-            `select` raises.
+        ValueError: there are no such points; `missing` names them in the message, e.g. `values per head`. `select`
+            raises further errors.
     """
     points = [point for point in select(frame, metric, **chosen) if keep(point)]
     if not points:
@@ -200,12 +202,12 @@ def is_pair(point: Point) -> bool:
 
 
 def is_on_axes(point: Point) -> bool:
-    """Return whether a point belongs to a layer, a pair or a distance, not to the whole model or a reference."""
+    """Return whether a point belongs to a layer, a pair of layers or a distance, and not to the whole model."""
     return point.layer is not None or "distance" in point.tags
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant that differs least from a mean over all tokens, not normalized; the first if several do."""
+    """Return the variant whose tags are closest to a plain mean without normalization; of equal ones, the first."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
@@ -215,7 +217,7 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 
 
 def choice_text(tags: Mapping[str, Any]) -> str:
-    """Return the display text of a variant among others; one whose tags are all None has a text such as `mean`."""
+    """Return the display text of a variant among others; if all its tags are None, a text such as `mean`."""
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
         return ", ".join(filter(None, [text, _ABSENT["domain"]]))
@@ -240,13 +242,15 @@ def steps_of(points: Iterable[Point]) -> list[int]:
 
 
 def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Return how far each headline metric moved from the first checkpoint to the last.
+    """Return how far each main metric moved from the first checkpoint to the last.
 
-    A metric with whole-model values only has one row per variant; a metric that describes another metric's curve (tag
-    `of`) has one row. A metric with values per layer has one row in its plainest variant, with the value of the whole
-    model or else of the last layer. Medians, pairs, reference rows, lists of values, categories and sample sizes are
-    left out, and so are most interventions. Columns: analysis, metric, variant (text), layer, first_step, first,
-    first_low, first_high, last_step, last, last_low, last_high, and change, which is NaN for a single checkpoint.
+    A metric that only has values of the whole model has one row per variant. A metric that describes another metric's
+    curve (tag `of`) has one row. A metric with values per layer has one row for its plainest variant (see `plainest`),
+    with the value of the whole model, or, if there is none, of the last layer. Secondary metrics, medians, layer pairs,
+    reference rows, lists of values, categories, sample sizes and most interventions are left out.
+
+    Columns: analysis, metric, variant (text), layer, first_step, first, first_low, first_high, last_step, last,
+    last_low, last_high, and change, which is NaN for a single checkpoint.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -260,7 +264,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 
 
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Return the headline metrics of models without steps, with one row per metric and model.
+    """Return the main metrics of models without steps, with one row per metric and model.
 
     Rows are selected as in `change_table`. Secondary metrics are included if they have whole-model values, because a
     page of models has no other figure for these. Columns: analysis, metric, variant (text), run, layer, value, low,
@@ -285,7 +289,7 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
     """Yield the rows of a table of results: analysis, metric and variant, and the points, one per checkpoint."""
     table = table[table["other_layer"].isna()]
     for name, metric in _AVERAGED.items():
-        if (table["analysis"] == name).any():  # shown instead of its tasks
+        if (table["analysis"] == name).any():  # the mean is shown instead of its tasks
             others = table["analysis"].str.startswith(f"{name.rpartition('/')[0]}/") & (table["analysis"] != name)
             table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
@@ -304,10 +308,10 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
 
 
 def _few_orders(points: list[Point], metric: str) -> list[Point]:
-    """Return points of a few orders of the blocks: the full model, and variants of about half of the middle blocks.
+    """Return points of a few orders of the blocks: the full model, and variants that change half of the middle blocks.
 
-    These are the median of the recorded numbers of middle blocks, with three loops or the nearest number. For
-    accuracies only the full model is kept, because loss and normalized scores already describe the variants.
+    Of the recorded numbers of changed middle blocks, the median is kept. Of the numbers of loops, three or the nearest
+    is kept. For accuracies only the full model is kept, because losses and normalized scores describe the variants.
     """
     if not any("variant" in point.tags for point in points):
         return points
@@ -325,7 +329,7 @@ def _few_orders(points: list[Point], metric: str) -> list[Point]:
 
 
 def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the published number of loops, or the nearest number among these tags."""
+    """Return the number of loops among these tags that is nearest to the published number; None if there is none."""
     loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
@@ -372,18 +376,18 @@ def _identity(tags: Mapping[str, Any]) -> tuple:
 
 @dataclass(frozen=True)
 class TaskMeans:
-    """A table with means or medians over tasks; `notes` says for each analysis which tasks are used and left out."""
+    """A table with means or medians over tasks; `notes` says by analysis which tasks are used and left out."""
 
     frame: pd.DataFrame
     notes: dict[str, str]
 
 
 def add_task_means(frame: pd.DataFrame) -> TaskMeans:
-    """Return the table with analyses `BASE/TASK` of several tasks replaced by one, `BASE/mean_over_tasks`.
+    """Return the table with the analyses of single tasks, `BASE/TASK`, replaced by `BASE/mean_over_tasks`.
 
     A mean is over the tasks that have values at every layer of every checkpoint (or model), with equal weights. The
-    notes name the other tasks. `n` counts the tasks. If there are several domains, rows with a tag `domain` are means
-    over the tasks of one domain. Other rows are not changed.
+    notes name the other tasks. The column `n` counts the tasks. If the tasks are of several domains, there are also
+    means over the tasks of one domain, in rows with a tag `domain`. Rows of other analyses are not changed.
     """
     table: Any = frame
     _refuse_several_settings(table)
@@ -400,12 +404,13 @@ def add_task_means(frame: pd.DataFrame) -> TaskMeans:
 
 
 def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
-    """Return the table with medians of `normalized_score` over tasks added (for GLUE: means of `task_score`).
+    """Return the table with added rows: medians of `normalized_score` over tasks, and for GLUE means of `task_score`.
 
     The new analyses are `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`, with one value per variant
-    and checkpoint (or model). Only tasks with a value for every variant at that checkpoint enter. Early in training
-    these can be few, because few tasks are above chance. A value that is undefined for one task is left out. `n` counts
-    the tasks, and the note names them, step by step if they differ. A single task has no median.
+    and checkpoint (or model). They use only tasks that have a value for every variant at that checkpoint. Early in
+    training such tasks can be few, because few tasks are above chance. A variant has no median if the value of one
+    of these tasks is undefined. A single task has no median. The column `n` counts the tasks, and the note names them,
+    step by step if they differ.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """
@@ -432,7 +437,7 @@ def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
 
 
 def _refuse_several_settings(table: Any) -> None:
-    """Refuse tables with several settings of an analysis, over which no mean may be taken.
+    """Refuse a table where an analysis has several settings (options and data): no mean may mix them.
 
     Raises:
         ValueError: an analysis of a run has several settings.
@@ -449,9 +454,9 @@ def _joined(table: Any, parts: Sequence[Any]) -> pd.DataFrame:
 
 
 def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
-    """Return one row per group with `n`, the number of tasks.
+    """Return a mean or median over tasks for each group of rows, with the number of tasks `n`.
 
-    The audit verdict is kept, so that figures can refuse suspect rows.
+    The column with the audit's verdict is kept, so that figures can refuse suspect rows.
     """
     by = ["run", "step", "tokens", *by, *([AUDIT] if AUDIT in rows else [])]
     table = rows.groupby(by, dropna=False, sort=False)["value"].agg([statistic, "size", "count"]).reset_index()
@@ -463,7 +468,7 @@ def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
 
 
 def _means(rows: Any) -> tuple[list[Any], str]:
-    """Return the means over tasks of one analysis, and a note on the tasks left out."""
+    """Return tables with the means over the tasks of one analysis, and a note on the tasks left out."""
     tags = [name for name in tags_of(rows) if name not in _DROPPED]
     by = ["metric", "layer", "other_layer", *tags]
     missing: dict[str, str] = {}
@@ -526,8 +531,8 @@ def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
     """Return one row per variant of one checkpoint or model, and a note on the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
-    usual = tasks.idxmax()  # float32 in a tie, because it comes first in this order
-    others = [*rows.loc[precision != usual, "task"].unique()]  # scores of different precision are not mixed
+    usual = tasks.idxmax()  # float32 if equal: it comes first in this order
+    others = [*rows.loc[precision != usual, "task"].unique()]  # of another precision: not mixed
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
     sizes = rows.groupby("task", sort=False).size()

@@ -19,7 +19,7 @@ TIME = ["#0d0887", "#5b01a5", "#9a179b", "#cb4678", "#e8704a", "#f0921f"]
 DIVERGING = ["#a8480a", "#e3a46f", "#f7f7f5", "#7aaed6", "#0b4f8a"]
 DASHES = {"": [1, 0], "dash": [6, 4], "dot": [2, 3], "dashdot": [7, 3, 2, 3]}
 DASHED = ("dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # the next one whenever the colours repeat
+SYMBOLS = ("circle", "square", "diamond", "triangle-up")  # when the colours repeat, the next symbol is used
 
 
 # SVG paths of symbols that Vega lacks.
@@ -55,7 +55,7 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
 
 
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
-    """Return plain floats with this many significant digits, None for undrawable values; this keeps pages small."""
+    """Return plain floats with this many significant digits, None for NaN and infinity; this keeps pages small."""
     return [float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None for x in numbers]
 
 
@@ -85,7 +85,7 @@ class Axis:
     reverse: bool = False
     grid: bool = True
     keys: Sequence[Any] | None = None  # keys of cells of equal width, in order
-    divider: float | None = None  # position of the gap after the untrained model
+    divider: float | None = None  # position of the gap between step 0 and the trained checkpoints
 
 
 def layer_axis(number: str = "layer") -> Axis:
@@ -113,7 +113,7 @@ class Training:
 
     @property
     def edges(self) -> list[float]:
-        """Boundaries of the cells: midpoints between positions; each end mirrors the boundary next to it."""
+        """Edges of the cells: midpoints between checkpoints; the first and last cells are symmetric."""
         places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]
@@ -138,7 +138,7 @@ def log_step(value: float) -> float:
 
 
 def log_labels(values: Sequence[int]) -> dict[float, str]:
-    """Return tick labels for some of these steps, by axis position, far enough apart for a narrow screen.
+    """Return tick labels for some of these steps, by position log10(1 + step), far enough apart for a narrow screen.
 
     The first and the last step have priority, then powers of two, then numbers with few digits before their zeros.
     """

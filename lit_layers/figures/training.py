@@ -39,12 +39,12 @@ def emergence_curves(
     """Return a metric over the steps of training, with one line per layer, coloured by depth.
 
     Whole-model values are strong lines with 95% intervals. Rows tagged `reference` and the metrics named in `baselines`
-    are dashed. Step 0, the untrained model, is separated by a gap. A metric with whole-model values only is drawn in
-    all its variants. Lines per layer show one variant, which the title names.
+    are dashed. Step 0, the untrained model, is separated by a gap. A metric that only has values of the whole model is
+    drawn in all its variants. Lines per layer show one variant, which the title names.
 
     Args:
-        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default: the plainest
-            variant.
+        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default: the
+            variant closest to a plain mean.
         baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their whole-model values
             are drawn; `layer_profile` draws their values per layer.
         allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
@@ -68,7 +68,7 @@ def emergence_curves(
     training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
     trained = sum(step > 0 for step in steps)
-    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # for dashed lines
+    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # of dashed lines
     dots: dict[str, Any] = {"mark": "" if trained > _MARKED else "circle"}
 
     def line(points: Sequence[tables.Point], name: str, color: str, **look: Any) -> None:
@@ -113,7 +113,7 @@ def training_curves(
     *,
     references: Mapping[str, float] | None = None,
 ) -> Chart:
-    """Return scalars of training over steps; by default all that are named loss, of training and validation.
+    """Return scalars of training over steps; by default all losses, of training and validation.
 
     `scalars` are rows as returned by `records.rows`. Long curves are averaged over steps that would share a pixel.
     `references` are drawn as dashed horizontal lines, e.g. `{"Unigram entropy": 5.9}`.
@@ -160,9 +160,9 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return the ordinal (layer, distance, ...) that gets one line per value, and the points that have it.
+    """Return the number (layer, distance, ...) that has one line per value in the figure, and the points that have it.
 
-    Only the first entry of a list of values is used.
+    Of a list of values, such as singular values, only the first entry is used.
     """
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)

@@ -53,19 +53,20 @@ LOOKS = {
     "repeat_one": ("#8d6b2f", "wedge"),
     CUSTOM: (COLORS[6], "arrow"),
 }
-# Tags that define a variant. All other tags are conditions; a figure shows one condition.
+# Tags that define an order of blocks. All other tags are conditions of a measurement; a figure shows one condition.
 _OWN = ("variant", "middle", "loops", "schedule", "seed", "task")
 
 
 def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **chosen: Unpack[Chosen]) -> Chart:
     """Return a metric over the number M of changed middle blocks, with one line per variant and a slider over steps.
 
-    The mean over random orders has its interval as a band. looped_parallel is drawn with three loops, or the nearest
-    measured number. The dashed line is the full model, the dotted line the score of guessing.
+    A variant is an order of blocks, such as skip or reverse. The mean over random orders has its interval as a band.
+    looped_parallel is drawn with three loops, or the nearest measured number. The dashed line is the full model, the
+    dotted line the score of guessing.
 
     Args:
         tags: selects the conditions, e.g. `{"training": "full"}`.
-        blocks: draw over single blocks, each skipped, repeated, or switched with the next one.
+        blocks: draw over the index of a single block, which is skipped, repeated, or switched with the next one.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -109,9 +110,10 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
 
 
 def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric over the number M of middle blocks (across) and of loops (up), with a slider over steps.
+    """Return a map of a metric: the number M of middle blocks goes across, the number of loops up, with a step slider.
 
-    One loop is `parallel`. Dots mark the best number of loops for each M. Bright is better; grey was not measured.
+    One loop is the variant `parallel`. Dots mark the best number of loops for each M. Bright is better; grey was not
+    measured.
 
     Raises:
         InputError: as in `variant_curves`.
@@ -144,7 +146,7 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
 
 
 def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric of one variant over the number M of middle blocks (or over blocks), with one line per model.
+    """Return a metric of one variant over the number M of middle blocks (or the block index), with a line per model.
 
     Models of different depth are drawn over the share of changed blocks, 100 M / T. This needs the number of blocks T
     of each model, which is known if single blocks were also measured. A dashed line in a model's colour is its full
@@ -159,7 +161,7 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in BLOCK_NAMES else "middle"
     points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
-    # the last layer tag of `switch` is T - 1, because a block is switched with the next one
+    # The number of blocks T is the last block measured. For `switch` that is T - 1: a block is switched with the next.
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
         for run, part in points.items()
@@ -192,7 +194,7 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
-    """Return the points of a metric that have a variant, without single random orders and medians over tokens.
+    """Return the points of a metric under orders of blocks, without single random orders and medians over tokens.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -204,7 +206,8 @@ def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     if not points:
         raise ValueError(f"metric {metric!r} has no values of variants (tag variant) but single random orders")
     kept = (*_OWN, *tags)
-    others = [p for p in points if p.tags["variant"] != BASELINE]  # the full model may be the same under all conditions
+    # The full model is left out of this check, because it may be the same under all conditions.
+    others = [p for p in points if p.tags["variant"] != BASELINE]
     kinds = {tag_text({name: p.tags[name] for name in sorted(p.tags) if name not in kept}): None for p in others}
     if len(kinds) > 1:
         raise ValueError(f"metric {metric!r} was measured in several ways, choose one by tags: {'; '.join(kinds)}")
@@ -230,7 +233,7 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
 
 
 def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
-    """Return the points of these variants that have the given ordinal, by line name, in drawing order.
+    """Return the points of these variants that have the number `number` (`middle` or `layer`), by name of their line.
 
     `looped_parallel` is reduced to one number of loops: three, or the nearest measured number.
     """
@@ -248,5 +251,5 @@ def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> d
 
 
 def _middle_axis(middles: Sequence[int]) -> Axis:
-    """Return an axis with labels only at measured numbers: if the number of blocks is even, only odd M exist."""
+    """Return an axis labelled only at measured numbers M: with an even number of blocks, for example, M is odd."""
     return Axis(title="Number of middle blocks changed (M)", labels={m: str(m) for m in spread(middles, 12)})

@@ -18,7 +18,7 @@ from lit_layers.files.durable import replace_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _LONG_NAME = 120  # largest number of characters in a file name
-_PATIENCE = 600.0  # seconds; a hundred pictures take about ten
+_PATIENCE = 600.0  # seconds to wait for all pictures; a hundred take about ten
 NUMBER = "'.4~g'"
 DETAIL = [{"field": "k", "type": "nominal"}, {"field": "u", "type": "nominal"}]
 ORDER = {"field": "i", "type": "quantitative"}
@@ -49,7 +49,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}
     look |= whole if axis.whole else {"format": ",.6~g"}
-    if side == "x" or axis.labels is None:  # on a y-axis, Vega would thin out explicit labels to this number
+    if side == "x" or axis.labels is None:  # else Vega would thin out the labels of a y-axis
         look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
     look |= _labels(axis, side)
     return {"field": side, "type": "quantitative", "scale": scale, "axis": look}
@@ -117,7 +117,7 @@ def color_bar(title: str, labels: Mapping[int, str], stops: Sequence[str]) -> di
 def sized(part: Any, sizes: Mapping[str, float]) -> Any:
     """Return part of a specification with numbers instead of the signals `width` and `height`.
 
-    Charts in a grid do not have these signals.
+    Vega-Lite does not define these signals for charts in a grid.
     """
     if isinstance(part, list):
         return [sized(each, sizes) for each in part]
@@ -130,7 +130,7 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
 
 
 def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Write charts as PNG, SVG and PDF into a folder, with file names made from the given texts; return the paths.
+    """Write charts as PNG, SVG and PDF into a folder, with file names made from their texts; return the paths.
 
     This needs no browser, display or network. The folder is created if needed; other files in it are not touched.
 
@@ -171,12 +171,12 @@ def script() -> str:
 
 
 def _drawing(*suffixes: str, specs: Sequence[Any] = ()) -> Any:
-    """Run `drawing.py` as a process and return its answer. Signals to this process group do not reach it.
+    """Run `drawing.py` as a process and return its answer. Ctrl-C in the terminal does not reach it.
 
     Raises:
         InputError: vl-convert cannot draw a specification, crashes, or takes too long.
     """
-    # Replace control characters, also escaped ones: they crash vl-convert.
+    # Replace control characters, which are escaped as \u00.. in JSON: they crash vl-convert.
     task = re.sub(r"\\u00[01].", r"\\ufffd", json.dumps([suffixes, specs], ensure_ascii=False)).encode(errors="replace")
     command = isolated_command(Path(__file__).with_name("drawing.py"), ["vl_convert"])
     options: dict[str, Any] = {"capture_output": True, "timeout": _PATIENCE, "start_new_session": True}
