@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lit_layers.tasks.catalogue import TASKS, find_task
     from lit_layers.tasks.probe_task import ProbeTask, TaskData, TaskSplit
 
-# Modules are imported on first use. Importing torch takes seconds, and code that only reads names, files and tokens
-# does not need it.
+# The modules below are imported on first use, because importing torch takes seconds and code that only reads names,
+# files and tokens does not need it.
 _HOMES = ["preparing", "batches", "images", "word_pairs", "prompt_texts"]
 _TASKS = ["probe_task", "catalogue"]
 __all__ = [

@@ -53,7 +53,8 @@ class Batches(ABC):
 
 
 BATCH_TOKENS = 8192  # tokens per batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
-# Texts per call of the tokenizer. Its encodings take 140 bytes per token, the ids that we keep take 4.
+# Texts per call of the tokenizer. This limits memory: its encodings take 140 bytes per token, while the ids that we
+# keep take 4.
 _CHUNK = 1000
 
 
@@ -99,7 +100,7 @@ def padded(texts: Sequence[Sequence[int] | np.ndarray], pad_id: int) -> dict[str
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = torch.as_tensor(np.asarray(text, dtype=np.int64)), 1
-    return {"input_ids": ids, "attention_mask": mask}  # (batch, tokens of the longest)
+    return {"input_ids": ids, "attention_mask": mask}  # (batch, tokens of the longest text)
 
 
 def tokenizer_of(tokenizer: str, corpus: str | None) -> str:
@@ -164,8 +165,8 @@ class EvalText(Batches):
             do not overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
         num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
         min_sequences: Smallest number of windows to accept. A corpus with fewer than `num_sequences` windows then gives
-            all it has, and a warning reports how many. This number is the same for every seed. None: a corpus with
-            fewer windows raises.
+            all it has, and a warning reports how many. This number is the same for every seed. If None, a corpus with
+            fewer than `num_sequences` windows is refused.
         num_tokens: Tokens per window.
         batch_size: Windows per batch; the last batch may be smaller.
         seed: Decides which windows are drawn, and their order.
@@ -187,7 +188,7 @@ class EvalText(Batches):
 
     def __post_init__(self) -> None:
         first, last = self.documents
-        self.documents = (first, last)  # recipes pass a list
+        self.documents = (first, last)  # a tuple, because recipes pass a list
         if not 0 <= first < last <= 1:
             raise InputError(f"documents: expected a share such as (0.0, 0.5), got {self.documents}")
         refuse_below_one(num_sequences=self.num_sequences, num_tokens=self.num_tokens, batch_size=self.batch_size)
@@ -231,7 +232,7 @@ class EvalText(Batches):
         return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(documents)
 
     def _check(self, total: int) -> None:
-        """Raise if the corpus has too few windows; warn if it has fewer than `num_sequences`."""
+        """Raise an error if the corpus has too few windows to accept; warn if it has fewer than `num_sequences`."""
         name = "num_sequences" if self.min_sequences is None else "min_sequences"
         there = f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in {self.documents} of {self.split}"
         if total < (least := getattr(self, name)):
@@ -260,8 +261,8 @@ def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
     return list(drawn)
 
 
-MAX = 10_000  # most texts or images: all stay in memory and are measured at every step
-_BATCH_ROWS = 16  # batch size for a data set
+MAX = 10_000  # most texts or images, because all stay in memory and are measured at every step
+_BATCH_ROWS = 16  # rows per batch of a data set, which has no batches of its own
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 _EXPECTED = (
     "expected `Batches`, or a DataLoader, a data set or a list of batches: dicts with input_ids or pixel_values, "
@@ -282,7 +283,7 @@ class GivenBatches(Batches):
     """
 
     def __init__(self, data: Any, *, tokenizer_hash: str | None = None) -> None:
-        # A data set of torch or of `datasets`.
+        # True for a data set of torch or of `datasets`, which gives rows and not batches.
         is_rows = isinstance(data, Dataset) or callable(getattr(data, "with_format", None))
         if not (is_rows or isinstance(data, DataLoader | Tensor | list | tuple)):
             raise InputError(f"batches: {_EXPECTED}; got a {type(data).__name__}")
@@ -328,7 +329,7 @@ class GivenBatches(Batches):
             yield self._data
         elif self._is_rows:
             count = len(self._data)
-            refuse_many(count)  # before the first row is read
+            refuse_many(count)  # refuse before the first row is read
             for start in range(0, count, _BATCH_ROWS):
                 yield _collate([self._data[row] for row in range(start, min(start + _BATCH_ROWS, count))])
         else:
@@ -384,7 +385,7 @@ def _to_batch(batch: Any, index: int) -> dict[str, Tensor]:
     labels = batch.get("labels") if labels is None else labels
     one_per_row = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_per_row and not labels.is_floating_point():
-        # Labels per token are not kept: they only repeat the text.
+        # Keep only labels of whole rows: labels per token only repeat the text.
         values["labels"] = labels.detach().cpu().long()
     return values
 
@@ -420,10 +421,11 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(ids)}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_tokens": None}  # pickling a memmap would copy the whole file
+        return {**self.__dict__, "_tokens": None}  # leave the memory map out: pickling it would copy the whole file
 
 
-# 0.2 GB of uint16, read once. More tokens change the entropy only in the fourth digit.
+# `unigram_entropy` counts at most this many tokens: 0.2 GB of uint16, read once. More tokens change the entropy only in
+# the fourth digit.
 MAX_TOKENS = 100_000_000
 
 

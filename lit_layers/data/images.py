@@ -22,13 +22,13 @@ from lit_layers.schema import refuse_below_one
 
 HUB_NAMES = {"cifar10": "uoft-cs/cifar10", "cifar100": "uoft-cs/cifar100"}
 IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels", "fine_label", "cls")
-# Images of parquet files and of the Hub stay decoded in memory up to this size in px. CIFAR-10 takes 50,000 x 3 x 32 x
-# 32 B = 0.15 GB. Images in folders of files count as large.
+# Images of up to this size in px are small: if they come from parquet files or the Hub, they stay decoded in memory.
+# CIFAR-10 takes 50,000 x 3 x 32 x 32 B = 0.15 GB. Images in folders of files always count as large.
 SMALL = 64
 _HELD_OUT = ("val", "valid", "validation", "test")
-# Pillow raises these for unreadable files.
+# Pillow raises these errors for unreadable files.
 _BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-# Pillow modes that convert to RGB without clipping.
+# Images in these Pillow modes convert to RGB without clipping.
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
@@ -46,7 +46,7 @@ class SmallPictures:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
 
     def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
-        """Return the chosen images, (chosen, 3, height, width), with `pinned` in pinned memory for a copy to a GPU.
+        """Return the chosen images, (chosen, 3, height, width); if `pinned`, in pinned memory for a copy to a GPU.
 
         `index_select` is used because indexing with brackets copies byte by byte and takes at least twice as long.
         """
@@ -169,7 +169,7 @@ class ImageSource:
         return pictures, names
 
 
-@functools.lru_cache(maxsize=3)  # training, analyses and probes share the data
+@functools.lru_cache(maxsize=3)  # cached, so that training, analyses and probes share the data
 def image_source(name: str) -> ImageSource:
     """Return the image set `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME[:CONFIG]` of the Hub.
 
@@ -205,7 +205,7 @@ def _digits(split: Split) -> Content:
         members = np.flatnonzero(labels == digit)
         nth[members] = np.arange(len(members))
     chosen = (nth % 5 == 4) == (split == "test")
-    grey = torch.from_numpy(np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8))  # stored as 0..16
+    grey = torch.from_numpy(np.rint(digits.images[chosen] * (255 / 16)).astype(np.uint8))  # scikit-learn stores 0..16
     pictures = SmallPictures(grey[:, None].repeat(1, 3, 1, 1), torch.from_numpy(labels[chosen].astype(np.int64)))
     return pictures, tuple(map(str, range(10)))
 
@@ -267,7 +267,8 @@ def _data_set(name: str, split: Split) -> Content:
         value = images[index].as_py()
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
-    # For local files, the fingerprint of `datasets` contains modification times. Copies would have other fingerprints.
+    # For local files, do not use the fingerprint of `datasets`: it contains modification times, so a copy of the files
+    # would have another one.
     fingerprint = _listing(Path(name), sorted(Path(name).rglob("*.parquet"))) if is_local else rows._fingerprint
     pictures = EncodedPictures(encoded, torch.tensor(labels), origin, fingerprint)
     return _decoded_if_small(pictures), None if names is None else tuple(names)
@@ -395,7 +396,7 @@ def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple
 
 
 def image_size(source: ImageSource, chosen: int | None) -> int:
-    """Return the side of the model's input: `chosen`, or by default the size of small images and 224 for large ones."""
+    """Return the side of the model's input: `chosen` or, if None, the size of small images and 224 for large ones."""
     if chosen is not None:
         return chosen
     pictures = source.train

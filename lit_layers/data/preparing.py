@@ -1,13 +1,13 @@
 """Conversion of a corpus to token shards, streamed; the result depends only on the corpus and the options.
 
-train.bin  val.bin      token ids, uint16 where the vocabulary allows it, else uint32; little-endian, nothing else
+train.bin  val.bin      only token ids, little-endian: uint16 if the vocabulary allows it, else uint32
 train.idx  val.idx      int64: index in the .bin file at which each document starts; a document ends with end of text
 tokenizer/              a folder that `AutoTokenizer` opens
 meta.json               the header
 
-A preparation writes to a hidden folder next to `out`, which is renamed to `out` once it is complete. The file
-progress.json records how many documents were processed and the file sizes at that point. An interrupted run reads the
-corpus again and continues after the last recorded document.
+A preparation writes to a hidden folder next to the output folder, and renames it to the output folder once it is
+complete. The file progress.json records how many documents were processed and the file sizes at that point. An
+interrupted run reads the corpus again and continues after the last recorded document.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ STEMS = {"train": "train", "validation": "val"}
 STARTS = np.dtype("<i8")
 _AGAIN = "remove the folder and run `lit-layers prepare` again"
 CHUNK_BYTES = 2**22  # bytes of text per call of the tokenizer
-# Time between two saves of the progress. An interruption loses about this much work.
+# Seconds between two saves of the progress. An interruption loses about this much work.
 SAVE_SECONDS = 10.0
 PROGRESS = "progress.json"
 BPE_BYTES = 10**8  # a BPE tokenizer is trained on this number of characters (not bytes)
@@ -146,7 +146,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def prepared(corpus: str, tokenizer: str, *, cache: str | Path | None = None) -> TokenShards:
-    """Open the shards of a corpus, from a folder made by `prepare` or from the cache. Prepare them if missing.
+    """Open the shards of a corpus, from a folder made by `prepare` or from the cache. Prepare them if they are missing.
 
     The cache is `$LIT_LAYERS_CACHE`, by default `~/.cache/lit_layers`.
 
@@ -241,7 +241,7 @@ def _write(
     `key` is a hash of corpus, options and tokenizer. Saved progress with another key is discarded.
     """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
-    # In a document, "<|endoftext|>" is ordinary text.
+    # Tokenize "<|endoftext|>" in a document as ordinary text, not as the special token.
     encoder.encode_special_tokens = True
     saved, names = draft / PROGRESS, [f"{stem}.{kind}" for stem in STEMS.values() for kind in ("bin", "idx")]
     state: dict[str, Any] = json.loads(saved.read_text()) if saved.is_file() else {"key": ""}
@@ -310,10 +310,10 @@ def _write(
 def _assign(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
     """Yield each text with its split and its hash, in the order of the source's splits.
 
-    A text to omit has the reason, "empty" or "duplicate", in place of its split.
+    A text to leave out has the reason, "empty" or "duplicate", in place of its split.
     """
     most, held_out = limit or sys.maxsize, set[int]()
-    for split in source.splits:  # None means one stream
+    for split in source.splits:  # a split of None means that the source is one stream
         for text in islice(source.read(split), most):
             value = digest(text)
             if not text.strip():

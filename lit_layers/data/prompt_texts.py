@@ -75,7 +75,7 @@ class TaskTexts(Texts):
         task: A name in the catalogue, or a `ProbeTask`.
         folder: A folder of local data with the task's files. None: the Hub.
         part: The split: `train`, `validation` or `test`.
-        num_texts: Number of texts; a split with fewer gives all it has. None: all.
+        num_texts: Number of texts; a split with fewer gives all it has. None means all texts.
         seed: Decides which texts are drawn.
     """
 
@@ -110,7 +110,7 @@ class TaskTexts(Texts):
 class CorpusTexts(Texts):
     """Windows of a prepared corpus, drawn as in `EvalText` and decoded to text.
 
-    A blank window, such as indentation in source code, is replaced by the next window drawn.
+    If a window is blank, such as indentation in source code, the next window drawn takes its place.
 
     Args:
         corpus, tokenizer, split, documents, seed: As in `EvalText`.
@@ -129,7 +129,7 @@ class CorpusTexts(Texts):
 
     def __post_init__(self) -> None:
         refuse_below_one(num_texts=self.num_texts)
-        self._windows()  # raises if an option is out of range
+        self._windows()  # called here because it raises an error if an option is out of range
 
     def texts(self) -> Sequence[str]:
         return self._texts
@@ -139,7 +139,8 @@ class CorpusTexts(Texts):
         tokenizer = load_tokenizer(tokenizer_of(self.tokenizer, self.corpus)).tokenizer
         num, drawn, texts = self.num_texts, 0, list[str]()
         while len(texts) < self.num_texts:
-            # A larger draw begins with the windows of a smaller one, so earlier texts stay.
+            # Draw more windows until enough are not blank. A larger draw begins with the windows of a smaller one, so
+            # earlier texts stay.
             windows = self._windows(num).windows()
             if len(windows) == drawn:
                 there = f"the {self.split} split of {self.corpus} has {len(texts)} windows with words"
@@ -186,7 +187,7 @@ class TextBatches(_EncodedBatches):
         texts: The texts.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: The corpus that the tokenizer `bpe:SIZE` is trained on.
-        max_tokens: Longer texts are truncated. The user must choose at most the model's limit.
+        max_tokens: Longer texts are truncated to this number of tokens, which must not exceed the model's limit.
         batch_size: Texts per batch; the last batch may be smaller.
     """
 
@@ -321,7 +322,7 @@ def _read_prompts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
 
 
 MIN_CHARACTERS = 4
-MAX_EQUAL = 0.05  # largest share of texts that may have two equal views
+MAX_EQUAL = 0.05  # at most this share of the texts may have two equal views
 
 _LETTERS = string.ascii_letters + string.digits
 _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
@@ -350,7 +351,7 @@ class Views:
 
     texts: list[list[str]]  # texts[v][i]: view v of text i
     num_equal: int  # texts with two equal views
-    num_unchanged: int  # texts without a word of 4 or more characters: their views equal the text
+    num_unchanged: int  # texts without a word of 4 or more characters, whose views all equal the text
     changed_fraction: float  # fraction of all words that a view changes, averaged over views
 
 
@@ -417,7 +418,7 @@ def _perturbed(word: str, draw: random.Random, share: float, letters: str | None
     chars = list(word)
     for index in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
         choices = _NEIGHBOURS.get(word[index], "") if letters is None else letters.replace(word[index], "")
-        # A character that is not on the keyboard stays.
+        # A character without choices stays; with neighbouring keys, this is one that is not on the keyboard.
         chars[index] = draw.choice(choices) if choices else word[index]
     return "".join(chars)
 

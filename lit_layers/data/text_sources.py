@@ -19,7 +19,7 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
-# Validation comes first, so that training documents that repeat a validation document can be dropped.
+# In reading order. Validation comes first, so that training documents that repeat a validation document can be dropped.
 SPLITS = ("validation", "train")
 CONVERTED = "refs/convert/parquet"
 ALIASES = {
@@ -38,7 +38,7 @@ class Source(ABC):
 
     splits: tuple[str | None, ...] = (None,)
     validation: float | None = None
-    revision: str | None = None  # the commit on the Hub, fixed for the whole preparation
+    revision: str | None = None  # the commit on the Hub, which stays the same for the whole preparation
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -88,8 +88,9 @@ def is_held_out(value: int, share: float) -> bool:
 
 # Folders that are not read: installed packages, tests, data tables, and packages that distributions often omit.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
-LEFT_OUT |= {"turtledemo", "pydoc_data"}  # `documents` reads each topic of pydoc_data separately
-GENERATED = "_sysconfigdata"  # the build of Python writes this file, so it differs between machines
+LEFT_OUT |= {"turtledemo", "pydoc_data"}  # pydoc_data: `documents` reads each of its topics separately
+# Files whose names start with this are not read: the build of Python writes them, so they differ between machines.
+GENERATED = "_sysconfigdata"
 TOPICS = Path("pydoc_data/topics.py")
 
 
@@ -138,7 +139,7 @@ class PythonSources(Source):
         for name in names:
             if (split == "validation") == is_held_out(digest(name), self.validation or 0):
                 if name not in topics:
-                    with tokenize.open(self.root / name) as file:  # honours the encoding declared in the file
+                    with tokenize.open(self.root / name) as file:  # in the encoding that the file declares
                         topics[name] = file.read()
                 yield name, topics.pop(name)
 
@@ -218,7 +219,7 @@ class HubText(Source):
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SEPARATOR = "<|endoftext|>"
-LONGEST = 2**20  # bytes of a .txt document; a longer one is split at a line end
+LONGEST = 2**20  # most bytes of a .txt document; a longer one is split at a line end
 SPLIT_NAME = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
 )

@@ -20,14 +20,15 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import hash_of
 
 END_OF_TEXT = "<|endoftext|>"
-# Tried in this order if the tokenizer names no end token.
+# End tokens that are tried, in this order, if the tokenizer names none.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
-LONG_WORD = 1000  # characters; BPE training takes time quadratic in the length of a word
+LONG_WORD = 1000  # most characters of a word for BPE training, which takes time quadratic in a word's length
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-# A forked child has another id. It lacks the threads of `tokenizers` and would wait for them forever.
+# The id of the process that imported this module. A forked child has another one: it must use a single thread, because
+# it lacks the threads of `tokenizers` and would wait for them forever.
 _PID = os.getpid()
 
 
@@ -87,7 +88,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Split texts that contain a very long word. Training on a word of megabytes would take days."""
+    """Split texts that contain a very long word, because training on a word of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
             yield text
@@ -183,7 +184,7 @@ def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
 def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(main))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # `tokenizers` raises only bare Exceptions
         raise InputError(f"{main} is no fast tokenizer of the `tokenizers` library ({error})") from error
     config = _read_json(companions[CONFIG]) if CONFIG in companions else {}
     eos = config.get("eos_token")

@@ -16,9 +16,10 @@ from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
-KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))  # BATS; counterfactual pairs of Park et al.
+# Names of the two columns of words: in BATS, and in the counterfactual pairs of Park et al.
+KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))
 LABELS = ["category", "category_id", "group"]
-MIN_PAIRS = 3  # with fewer pairs, a mean over pairs of pairs means little
+MIN_PAIRS = 3  # fewest pairs of a category; with fewer, a mean over pairs of pairs means little
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ class WordPairs(Batches):
             column `category` defines the categories; without it all pairs are one category.
         tokenizer: A local path, a name on the Hub, or `bpe:SIZE`.
         corpus: The corpus that the tokenizer `bpe:SIZE` is trained on.
-        categories: Ids (`I01`), names or groups of the categories to use. None: all.
+        categories: Ids (`I01`), names or groups of the categories to use. None means all categories.
         batch_size: Words per batch.
 
     Raises:
@@ -118,7 +119,7 @@ class WordPairs(Batches):
         table, tokenizer = self._pairs, load_tokenizer(tokenizer_of(self.tokenizer, self.corpus))
         spelled = list(dict.fromkeys(table[["first", "second"]].to_numpy().ravel()))
         encoded = dict(zip(spelled, _encode(spelled, tokenizer), strict=True))
-        # The sort is stable: words of equal length stay in the order of the file.
+        # Sort by number of tokens. The sort is stable, so words of equal length stay in the order of the file.
         words = sorted(dict.fromkeys(encoded.values()), key=lambda word: len(word.ids))
         index = {word: row for row, word in enumerate(words)}
         groups = table.groupby(LABELS, sort=False, dropna=False)
@@ -161,7 +162,7 @@ def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
 def _read(path: Path) -> Any:
     """Return a table with one row per pair: the words `first` and `second`, and the columns `LABELS`.
 
-    Labels that the file lacks are None, but a missing category becomes the name of the file.
+    Labels that the file lacks are None, except that a missing category becomes the name of the file.
     """
     import pandas as pd
 
@@ -185,7 +186,7 @@ def _word(value: Any) -> str:
     if not isinstance(value, str):
         try:
             value = next(iter(value), "")
-        except TypeError:  # a number or a missing value
+        except TypeError:  # the value is a number or missing
             return ""
     return str(value).split("/")[0].strip()
 
@@ -198,6 +199,6 @@ def _table(path: Path) -> Any:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
         separator = "\t" if path.suffix == ".tsv" else ","
-        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # "null" and "nan" are words
+        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # read "null" and "nan" as words
     except (pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:
         raise InputError(f"{path} is no table of word pairs ({error}): copy it again") from error
