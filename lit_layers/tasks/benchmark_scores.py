@@ -1,7 +1,7 @@
 """Benchmark scores as an analysis, for the model and for variants whose blocks run in another order.
 
-Scores are means over rows with standard errors. Each task and schedule has one JSON file of results, so an interrupted
-run continues with the missing schedules.
+Scores are means over rows with standard errors. A schedule is the order in which blocks run. Each task and schedule has
+one JSON file of results, so an interrupted run continues with the missing schedules.
 """
 
 import functools
@@ -40,12 +40,13 @@ from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
 _SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # options that only select variants
-# One variant may fail with these, and the others continue. RuntimeError: out of memory.
+# If a variant raises one of these errors, it is recorded as failed and the others continue. Running out of memory
+# raises a RuntimeError.
 _FAILURES = (InputError, FloatingPointError, RuntimeError)
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Return a metric averaged over runs, and its standard error over rows.
+    """Return a metric averaged over runs, such as the seeds of a random order, and its standard error over rows.
 
     Args:
         metric: Name of the metric. The perplexity is exp of the mean negative log-likelihood of a run. Its error is
@@ -90,9 +91,10 @@ def interval(metric: str, value: float, error: float | None, n: int) -> dict[str
 
 
 def normalized_score(score: float, random_score: float, full_score: float) -> float:
-    """Return (b - b_random) / (b_full - b_random): 0 for guessing, 1 for the full model; it may leave [0, 1].
+    """Return (score - random_score) / (full_score - random_score).
 
-    Invariant to adding a constant to all three scores and to multiplying all three by a constant.
+    The result is 0 for guessing, 1 for the full model, and may lie outside [0, 1]. It does not change if a constant is
+    added to all three scores, or if all three are multiplied by a constant.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, section 2.
     """
@@ -102,9 +104,9 @@ def normalized_score(score: float, random_score: float, full_score: float) -> fl
 def normalized_error(values: Sequence[float], full: Sequence[float], random_score: float) -> float | None:
     """Return the standard error of the normalised score, over rows that both models were scored on.
 
-    To first order, this is the standard error of the mean of (x - b' y) / (b_full - b_random) over rows. x is the
-    variant's score of a row, y is the full model's, and b' is the normalised score. The random score counts as a
-    constant. One row gives None.
+    To first order, this is the standard error of the mean of (x - b' y) / (b_full - b_random) over rows. Here x is the
+    variant's score of a row, y is the full model's, b' is the normalised score, b_full is the full model's mean score,
+    and b_random is the random score, which counts as a constant. One row gives None.
     """
     scores, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
     span = base.mean() - random_score
@@ -118,11 +120,11 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 
     The records, each with a standard error over rows except `random_score` and `failed`:
 
-    - `task_score`: the accuracy; for gsm8k the exact match after `####`.
+    - `task_score`: the accuracy; for gsm8k the share of exact matches of the text after `####`.
     - `task_score_difference`: the score minus that of the full model, paired over rows. The full model and single seeds
       have none.
     - `task_score_norm`: the accuracy by log-likelihood per character, if the task has it.
-    - `task_score_flexible`: for gsm8k, the match of the last number.
+    - `task_score_flexible`: for gsm8k, the share of rows whose last number is right.
     - `task_perplexity`: the perplexity of lambada.
     - `random_score`: the score of guessing.
     - `normalized_score`: the fraction of the full model's lead over guessing that remains. It is omitted for all
@@ -132,9 +134,9 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     Each seed of a random order has its own record, and there is one record for the mean over seeds.
 
     The result of every variant is saved in a file below `results` and not computed again. Variants with equal schedules
-    are scored once. A variant that fails (out of memory, a log-likelihood is NaN) gives one record `failed` with the
-    reason in the tag `error`. It leaves no file, and the other variants continue. If the full model fails, the analysis
-    fails.
+    are scored once. A variant that fails (for example because memory runs out or a log-likelihood is NaN) gives one
+    record `failed` with the reason in the tag `error`. It leaves no file, and the other variants continue. If the full
+    model fails, the analysis fails.
 
     Args:
         task: Name of an lm-eval task, or path of an lm-eval task file (yaml). With `folder`, a name in `LOCAL_TASKS`.
@@ -142,11 +144,11 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         results: The folder of the results.
         folder: A folder of local data, whose `tasks.yaml` names the files of the task. None: lm-eval loads the data.
         variants: Names from `lit_layers.functional.block_schedules.NAMES`. The full model is always scored.
-        middles: Numbers of middle blocks that the variants change. None: all.
+        middles: Numbers of middle blocks that the variants change. None means all possible numbers.
         seeds: Seeds of the random orders.
-        loops: Numbers of loops of looped_parallel.
+        loops: Numbers of loops of the variant looped_parallel.
         custom: Additional schedules, written as `1 2 (3,4,5) 6`.
-        limit: Number of rows to score, from the first. None: all.
+        limit: Score only the first `limit` rows. None means all rows.
         batch_size: Inputs per batch.
         max_new_tokens: Most tokens to generate for a text. None: the task's own limit, or lm-eval's 256.
         dtype: `bfloat16` runs matrix products and attention within blocks in bfloat16.
@@ -322,7 +324,7 @@ def _variant_records(
     """Yield the records of one variant, or of the mean over several seeds.
 
     Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. A single
-    seed has no record of it. Normalised scores are omitted unless the full model beats guessing (`lead`).
+    seed has no record of this difference. Normalised scores are omitted unless the full model beats guessing (`lead`).
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])

@@ -1,6 +1,6 @@
-"""The catalogue of all tasks: linear probes, prompts, benchmarks, GLUE and MTEB; rows and metrics of GLUE.
+"""The catalogue of all tasks (linear probes, prompts, benchmarks, GLUE and MTEB), and the rows and metrics of GLUE.
 
-The entries are in `catalogue.yaml`, by use and name.
+The entries are in `catalogue.yaml`, by name within each use, such as benchmarks.
 """
 
 import json
@@ -27,7 +27,7 @@ SUITE, LOCAL = "layerwise32", "local"
 
 @dataclass(frozen=True)
 class ScoredTask(Task):
-    """A task for prompts, benchmark scores, GLUE or MTEB. Tasks of linear probes are `ProbeTask`.
+    """A task for prompts, benchmark scores, GLUE or MTEB. Tasks of linear probes are instances of `ProbeTask`.
 
     Args:
         source: ORG/NAME[:CONFIG] on the Hub. For a benchmark, its task file within lm-eval. Empty for MTEB, because
@@ -38,7 +38,7 @@ class ScoredTask(Task):
         use: What the task is for: prompts to measure on, benchmark scores, fine-tuning on GLUE, or MTEB.
         text: The text columns. For a benchmark, all columns that a local copy needs.
         split: The split to measure or score.
-        num_classes: Number of classes in GLUE. None: regression.
+        num_classes: Number of classes of a GLUE task. None means that it is a regression.
         examples: Number of worked examples at the start of a benchmark's prompts.
         settings: lm-eval settings that differ for a local copy.
     """
@@ -80,7 +80,7 @@ class ScoredTask(Task):
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
-    """Return the tasks of a use by name, in the order of the catalogue. Probe tasks are only in `TASKS`."""
+    """Return the tasks with this use by name, in the order of the catalogue. Probe tasks are only in `TASKS`."""
     return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}
 
 
@@ -240,4 +240,4 @@ def _metric(name: str, targets: np.ndarray, predictions: np.ndarray) -> Any:
     if name in _CORRELATIONS:
         return getattr(stats, f"{name}r")(targets, predictions)[0]
     functions = {"accuracy": metrics.accuracy_score, "f1": metrics.f1_score, "matthews": metrics.matthews_corrcoef}
-    return functions[name](targets, predictions)  # F1 of class 1
+    return functions[name](targets, predictions)  # f1_score returns the F1 of class 1

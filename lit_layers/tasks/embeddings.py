@@ -33,7 +33,7 @@ _SWITCHES: Mapping[str, TextPooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "last",
 }
-_UNLIMITED = 10**9  # a tokenizer without a limit stores int(1e30)
+_UNLIMITED = 10**9  # a limit of this or more means no limit: tokenizers without one store int(1e30)
 
 
 @with_config(schema.OPEN)
@@ -50,7 +50,7 @@ class SentenceEncoder:
         pooling: Pooling of the hidden states after the last block and the final norm.
         normalizes: Whether embeddings are divided by their length.
         similarity: Similarity that embeddings are compared by.
-        max_tokens: Most tokens of a text, including special tokens. None: the model's limit.
+        max_tokens: Most tokens of a text, including special tokens. If None, the model's limit applies.
         lowercases: Whether texts are lowercased before tokenization.
         prompts: Pairs of a name and the prompt put before a text. A name is a task, a type of task, `query` or
             `document`.
@@ -80,7 +80,7 @@ class SentenceEncoder:
         return whole.lower() if self.lowercases else whole
 
     def facts(self, follows: bool) -> dict[str, Any]:
-        """Return facts for a layer's result file. `follows`: whether the layer uses the encoder's settings."""
+        """Return facts for a layer's result file. `follows` tells whether the layer uses the encoder's settings."""
         pooled = {"pooling": self.pooling} if follows else {}
         how = {"normalized": follows and self.normalizes, "similarity": self.similarity if follows else "cosine"}
         return pooled | how | {"prompts": dict(self.prompts)}
@@ -111,7 +111,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
     if similarity not in ("cosine", "dot"):
         raise _mismatch("similarity_fn_name", "cosine or dot", similarity)
     transformer = _read(read, "sentence_bert_config.json") or {}
-    # Without its own limit, the encoder has the limit of the tokenizer.
+    # An encoder that has no limit of its own has the limit of its tokenizer.
     if (limit := transformer.get("max_seq_length")) is None:
         limit = (_read(read, "tokenizer_config.json") or {}).get("model_max_length")
     return SentenceEncoder(
@@ -148,14 +148,16 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -
         return None
     except InputError as error:
         cause: BaseException | None = error
-        # The exact type, because without a network the Hub client raises a subclass.
+        # Compare the exact type: without a network, the Hub client raises a subclass, which does not mean that the file
+        # is missing.
         if type(error.__cause__) is FileNotFoundError:
             return None
         while cause is not None and not isinstance(cause, OfflineModeIsEnabled):
             cause = cause.__cause__
         if cause is None:
             raise
-        # Offline, a file that is not cached looks like a file that the model lacks. Most models lack this one.
+        # Offline, a file that is not cached cannot be told from a file that the model lacks. Most models have no
+        # modules.json, so it is taken as missing, with a warning.
         if path == MODULES:
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
@@ -237,8 +239,8 @@ class LayerEncoder:
         embeddings: The embeddings of the task's texts.
         layer: The layer, 0 to L.
         encoder: The sentence-encoder settings, whose prompts are put before texts. None: no prompts.
-        follows: Whether to use the encoder's normalisation and similarity. If not, pooled vectors are not normalised
-            and are compared by their cosine.
+        follows: Whether this layer uses the encoder's normalisation and similarity. If not, pooled vectors are not
+            normalised and are compared by their cosine.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ from lit_layers.tasks.task_files import quiet, version_of
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
 EXAMPLES = "train"  # split that the worked examples are drawn from
-SHOT_SEED = 1234  # the seed that lm-eval uses
+SHOT_SEED = 1234  # seed of the draw of worked examples, the one that lm-eval uses
 NAMES = {"lambada": "lambada_openai"}  # our name -> the name in lm-eval
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
@@ -44,7 +44,8 @@ def refuse_unknown(task: str, folder: Path | None = None) -> None:
     elif task.endswith(".yaml"):
         if not Path(task).is_file():
             raise InputError(f"task: expected a task file of lm-eval, {task} does not exist")
-    # Tasks of the catalogue need no further check. Reading the names of lm-eval's task files takes ten seconds.
+    # Tasks of the catalogue are known to exist. For others, read the names in lm-eval's task files, which takes ten
+    # seconds.
     elif task not in LOCAL_TASKS:
         with quiet():
             names = _manager(defaults=True).all_tasks
@@ -120,10 +121,10 @@ class LmEvalScorer:
     Args:
         task: Name of an lm-eval task, path of an lm-eval task file, or the result of `local_task`.
         tokenizer: A folder, or NAME[@REVISION] on the Hub.
-        limit: Number of rows to score, from the first. None: all.
+        limit: Score only the first `limit` rows. None means all rows.
         batch_size: Inputs per batch.
-        max_new_tokens: Most tokens to generate. None: the task's own limit, or 256.
-        max_length: Most tokens that the model takes. None: the limit in its config, or 2,048.
+        max_new_tokens: Most tokens to generate. If None, the task's own limit applies, or else 256.
+        max_length: Most tokens that the model takes. If None, the limit in its config applies, or else 2,048.
     """
 
     task: str | ScoredTask
@@ -155,7 +156,7 @@ class LmEvalScorer:
                 lm=self._wrap(model),
                 task_dict=loaded,
                 limit=self.limit,
-                # `mean_and_error` gives the errors. A bootstrap would start one process per core.
+                # No bootstrap, which would start one process per core: `mean_and_error` computes the standard errors.
                 bootstrap_iters=0,
                 log_samples=True,
             )
@@ -163,7 +164,7 @@ class LmEvalScorer:
         return _scores(samples, task)
 
     def requests(self) -> list[Any]:
-        """Return the requests that lm-eval makes to a model for one score, in any order. Their `arguments` are texts.
+        """Return the requests that lm-eval makes to a model in one scoring, in any order. Their `arguments` are texts.
 
         Raises:
             InputError: lm-eval is not installed, does not know the task, or cannot load its data.
@@ -273,8 +274,8 @@ def _load_local(task: ScoredTask) -> Any:
 def _cache_templates() -> None:
     """Make lm-eval cache compiled prompt templates.
 
-    lm-eval itself compiles the templates again for each row and each order of a model's blocks. That takes nine tenths
-    of the time to build the prompts.
+    Without this, lm-eval compiles the templates again for each row and each order of a model's blocks. Compiling takes
+    nine tenths of the time to build the prompts.
     """
     from lm_eval.utils import env
 

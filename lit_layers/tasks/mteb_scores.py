@@ -33,22 +33,22 @@ NUM_METRIC_TEXTS = 1000
 CURVE = ["run", "step", "pooling", "states"]  # with `OPTIONS`, these columns identify a curve over layers
 OPTIONS = ("dtype", "max_tokens", "mteb_seed", "modules")
 MAX_TOKENS, SEED = 2048, 42
-_COUNTS = ("num_texts", "num_cut", "num_empty")  # attributes of `TaskEmbeddings`
+_COUNTS = ("num_texts", "num_cut", "num_empty")  # attributes of `TaskEmbeddings` that records report
 
 
 @dataclass(kw_only=True)
 class MtebTask(TokenizerMixin, Analysis):
-    """The main score of an MTEB task at each layer, 0 to L. One forward pass per text serves all layers.
+    """The main score of an MTEB task at each layer, 0 to L. All layers share one forward pass per text.
 
     The full result of each layer is saved in a file below `results` and not computed again. The score of a layer can be
     undefined: equal vectors have no rank correlation, and non-finite hidden states have no cosine. Such layers give no
-    record, and the records of the other layers report their number as `num_undefined`.
+    record, and the records of the other layers count them as `num_undefined`.
 
     Args:
         task: The task to score.
         tokenizer: A local path or a name on the Hub.
         results: The folder of the layers' results.
-        layers: The layers to score. None: all.
+        layers: The layers to score. None means all layers.
         pooling: "mean", "last" or "cls".
         encoder: The model's sentence-encoder settings. Its prompts and its limit of tokens apply at every layer.
         modules: Where the encoder's pooling, normalisation and similarity also apply: "last" for the last layer, which
@@ -90,7 +90,7 @@ class MtebTask(TokenizerMixin, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        # Raises if the special tokens do not fit.
+        # Encode no text, which raises if `max_tokens` leaves no room next to the special tokens.
         encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)
 
     def config(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class MtebTask(TokenizerMixin, Analysis):
         return facts | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
-        """Return a hash of everything that decides a layer's score, without the weights."""
+        """Return a hash of everything that decides a layer's score, except the weights."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
         dtype = self.dtype if self.dtype == "bfloat16" else model.precision
         # Replaces the tokenizer's path by a hash of its content.
@@ -194,7 +194,7 @@ def mteb_analyses(
         root: The folder of the measurements. Results of layers are saved in its subfolder `mteb`.
         metrics: Whether to add label-free metrics on the first 1,000 texts of each task, `representation/TASK` and
             `invariance/TASK`. Pair classification is skipped, because it has no column of single texts.
-        model_limit: Most tokens that the model takes, for the label-free metrics. None: `max_tokens`.
+        model_limit: Most tokens that the model takes, for the label-free metrics. If None, `max_tokens` is the limit.
         options: Further options of `MtebTask`, such as `layers`, `pooling` and `encoder`.
     """
     analyses: list[Analysis] = []
@@ -236,9 +236,10 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
 class Averages:
     """Mean scores over tasks at one checkpoint, for one set of options.
 
-    `curve` has a row for each layer: `average` is the unweighted mean over tasks, and each domain has a column. A mean
-    is NaN if a task has no score at that layer. `missing` names the measured or expected tasks that lack a score at
-    some layer from 1 on. They are excluded from all means. `options` are the options that differ from their defaults.
+    `curve` has a row for each layer: `average` is the unweighted mean over tasks, and each domain has a column with the
+    mean over its tasks. `missing` names the tasks, measured or expected by the caller, that lack a score at some layer
+    from 1 on. They are left out of all means. At layer 0, a mean is NaN if one of the remaining tasks has no score
+    there. `options` are the options that differ from their defaults.
     """
 
     run: str
@@ -293,7 +294,7 @@ def averages(frame: pd.DataFrame, *, expected: Sequence[str] = ()) -> list[Avera
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a wide table with a row per checkpoint and task and a column per layer, named by the layer index.
+    """Return a wide table with a row per checkpoint and task, and a column per layer that is named by its index.
 
     Raises:
         InputError: The table has no MTEB score.

@@ -40,7 +40,7 @@ def data_hash(spec: ScoredTask) -> str | None:
 
 
 def describe(spec: ScoredTask) -> dict[str, Any]:
-    """Return the origin of the data and how they differ from the official data, for the result files."""
+    """Return where the data comes from and how it differs from the official data, for the result files."""
     source: dict[str, Any] = {"source": "hub"}
     if spec.copy is not None:
         source = {"source": "folder", "difference": spec.copy.difference}
@@ -88,7 +88,7 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
         task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
-        # Columns of pair classification already have their final names.
+        # Let mteb rename the columns. Those of pair classification already have their final names.
         if spec.domain != "pair_classification":
             task.dataset_transform()
     task.data_loaded = True
@@ -134,7 +134,7 @@ class MtebScorer:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _cache_draws(task._undersample_data)
-            # Read the labels once: otherwise seven metrics would each read them one by one.
+            # Read the labels once. Otherwise each of seven metrics would read them again, one by one.
             scores = task._calculate_scores
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
@@ -202,7 +202,7 @@ def _cache_draws(undersample: Any) -> Any:
             chosen, order, rows = undersample(dataset, experiment, idxs)
             choices[experiment] = (chosen, list(order), rows)
         chosen, order, rows = choices[experiment]
-        return chosen, list(order), list(rows)  # copies: the next call shuffles the order in place
+        return chosen, list(order), list(rows)  # return copies, because the next call shuffles the order in place
 
     return cached
 

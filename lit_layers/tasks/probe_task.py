@@ -17,13 +17,13 @@ from lit_layers.identity import sha16
 from lit_layers.schema import Range, refuse_outside
 from lit_layers.tasks.task_files import Columns, Task, is_local, is_one_file
 
-FEW_VALUES = 20  # a regression with at most this many distinct values is split stratified by value
+FEW_VALUES = 20  # if a regression has at most this many distinct values, its splits are stratified by value
 _RANGES = {
     **dict.fromkeys(("test_share", "validation_share"), Range(0, 1, above=True, below=True)),
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }
-# A field of a format: a column, or an entry of its value, such as {choices[0]}.
+# Matches a field in a format of texts: a column, or an entry of its value, such as {choices[0]}.
 _FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")
 
 
@@ -48,7 +48,8 @@ class TaskSplit:
 class TaskData:
     """The train, validation and test rows of a task.
 
-    No text is in two of them. Texts are compared as `normalised`: NFKC, without case, and with single spaces.
+    No text is in two of the three. Texts are compared after `normalised`, which ignores case, runs of white space and
+    the forms of a character that NFKC makes equal.
     """
 
     name: str
@@ -83,30 +84,31 @@ class ProbeTask(Task):
     """A labelled set of texts and the rules for splitting it. Nothing is read before `load`.
 
     Equal texts are never in two of train, validation and test. Texts of test are dropped from train and validation.
-    Texts of a validation split of the source are dropped from train. A share that is held out keeps equal texts
-    together. The rows held out or drawn depend on `seed` and the texts, not on the order of the rows.
+    Texts of a validation split of the source are dropped from train. If a share of the rows is held out, equal texts
+    stay together. The rows held out or drawn depend on `seed` and the texts, not on the order of the rows.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3. The validation rows are our
     addition, so that no choice is made on test rows.
 
     Args:
         name: Name of the task, recorded in every measurement.
-        source: A data set on the Hub, ORG/NAME or ORG/NAME:CONFIG, or a local parquet, csv or jsonl file. Also a folder
-            with such files named after the splits, or a path that contains {split}, such as data/sst2_{split}.parquet.
+        source: A data set on the Hub, ORG/NAME or ORG/NAME:CONFIG, or a local parquet, csv or jsonl file. It may also
+            be a folder with such files named after the splits, or a path that contains {split}, such as
+            data/sst2_{split}.parquet.
         kind: "classification", or "regression" on numbers.
         text: A column, or a format over columns: "question: {question} answer: A. {choices[0]}".
         label: A column of integers or strings; for a regression a column of numbers.
         train: A split of the source, or several to concatenate.
-        test: A split of the source. None: hold out `test_share` of train, stratified.
+        test: A split of the source. If None, `test_share` of train is held out, stratified.
         test_share: Share of train to hold out for test if `test` is None.
-        num_train: Number of random rows of train, including those later held out for validation. None: all.
-        num_test: Number of random rows of test. None: all.
+        num_train: Number of random rows of train, including those later held out for validation. None means all rows.
+        num_test: Number of random rows of test. None means all rows.
         where: Maps columns to the value, or list of values, that a row must have to be used.
-        validation: A split of the source. None: hold out `validation_share` of train, stratified.
+        validation: A split of the source. If None, `validation_share` of train is held out, stratified.
         validation_share: Share of the training rows to hold out for validation if `validation` is None.
-        classes: Names of all classes, by class index. None: the classes that occur, sorted by name.
+        classes: Names of all classes, by class index. None means the classes that occur, sorted by name.
         label_offset: Added to the values of a regression: 1 if stars are stored from 0.
-        balance: Number of random rows per class (or value) of train. None: all.
+        balance: Number of random rows of train per class (or value). None means all rows.
         seed: Decides which rows are held out and drawn.
         description: One line for readers.
     """
@@ -214,7 +216,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
     if others and isinstance(source, str) and is_one_file(source):
-        part = min(others)  # "test" sorts before "validation"
+        part = min(others)  # if both are named, complain about "test"
         raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
     splits = {"train": [task.train] if isinstance(task.train, str) else task.train, **others}
     read = {part: _rows(task, each) for part, each in splits.items()}
@@ -226,7 +228,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
 
 
 def _dedupe(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
-    """Drop texts of test from the other splits, and texts of validation from train; return both counts."""
+    """Drop texts of test from the other splits, then those of validation from train; return how many were dropped."""
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
         before, keys = sum(map(len, parts.values())), {row.key for row in parts.get(first, ())}
@@ -393,11 +395,11 @@ def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-# Which rows are drawn or held out depends on the seed and the texts, not on the order of the rows.
+# With the functions below, the rows drawn or held out depend on the seed and the texts, not on the order of the rows.
 
 
 def normalised(text: str) -> str:
-    """Return a text after NFKC normalisation, without case and with single spaces, to find equal texts."""
+    """Return a text after NFKC normalisation, with its case folded and with single spaces, to find equal texts."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -435,7 +437,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
 
     def gain(count: Counter[Hashable]) -> int:
-        """Return how much holding out a unit decreases the sum of squared differences from the quotas."""
+        """Return by how much the sum of squared differences from the quotas falls if a unit is held out."""
         return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
 
     def fits(count: Counter[Hashable]) -> bool:
@@ -449,7 +451,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
             if index not in held and rule(count):
                 held.add(index)
                 taken.update(count)
-    # Nothing is held out if every unit is far larger than its quota.
+    # So far, nothing is held out if every unit is far larger than its quota.
     if not held and len(units) > 1:
         held.add(max(range(len(units)), key=lambda index: gain(counts[index])))
     chosen = {row for index in held for row in units[index]}

@@ -2,9 +2,9 @@
 
 A local copy is described by an entry of the `tasks.yaml` in a folder of local data.
 
-pyarrow reads the files. `datasets` would read the csv cell 000 as a number and NA as a missing value. On 10,000 rows,
-`datasets` takes 0.8 s of CPU time (2 s without a cached copy), and pyarrow takes 0.1 s. Both take seconds to import, so
-only the functions that need them import them.
+pyarrow reads the files, because `datasets` would read the csv cell 000 as a number and NA as a missing value. On 10,000
+rows, `datasets` takes 0.8 s of CPU time (2 s without a cached copy), and pyarrow takes 0.1 s. Both take seconds to
+import, so only the functions that need them import them.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
 MAPPING = "tasks.yaml"
-_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # a task name is also the name of the folder of its results
+_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # allowed names of tasks; a name is also that of the folder of results
 
 
 def version_of(package: str) -> str:
@@ -164,7 +164,7 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _parse_labels(cells: list[str | None]) -> list[Any]:
-    """Convert labels to integers or floats if all are numbers. One other label, such as "01", keeps all as strings."""
+    """Convert labels to integers or floats if all are numbers. If one is not, such as "01", all stay strings."""
     filled = {cell for cell in cells if cell}
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -192,8 +192,8 @@ def json_objects(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = dict(**json.loads(line))  # a lone surrogate is accepted
-            except (ValueError, TypeError) as error:  # ValueError: also bytes that are not UTF-8
+                row = dict(**json.loads(line))  # json accepts a lone surrogate
+            except (ValueError, TypeError) as error:  # bytes that are not UTF-8 also raise a ValueError
                 raise InputError(f"{path}, line {lineno}: expected a JSON object ({error})") from error
             yield row
 
@@ -211,7 +211,7 @@ class TaskFiles:
 
     Args:
         folder: The folder of local data.
-        files: A path within the folder, which contains {split} if there are several splits. Or a mapping from each
+        files: A path within the folder, which contains {split} if there are several splits; or a mapping from each
             split to a path or a list of paths.
         columns: Maps column names of the official data set to those in the files.
         where: Maps columns to the value that a row must have to be read.

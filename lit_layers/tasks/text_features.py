@@ -39,7 +39,7 @@ class TaskRows:
         return len(self.data.classes or ())
 
     def errors_of_mean(self, part: str) -> Tensor | None:
-        """Return the squared errors (rows,) if the training mean is predicted, or None for a classification."""
+        """Return the squared errors (rows,) of predicting the training mean, or None for a classification."""
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
@@ -49,7 +49,7 @@ class TaskRows:
         return replace(self, targets={part: targets[masks[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
-        """Return tags with counts above 0.
+        """Return tags that count rows and texts; a count of 0 has no tag.
 
         They count duplicates and blank rows that were dropped, conflicting targets, test rows of a class that train
         lacks, and truncated texts.
@@ -135,7 +135,7 @@ class LayerFeatures:
 
     def __init__(self, scratch: Scratch) -> None:
         self._values, self._scratch = np.load(scratch.folder / _FILE, mmap_mode="r"), scratch
-        self.num_layers = len(self._values) - 1  # L; the file has L + 1 layers
+        self.num_layers = len(self._values) - 1  # L, because the file has L + 1 layers
         self.num_rows, self.dim = self._values.shape[1:]
 
     def layer(self, layer: int, rows: np.ndarray | slice = slice(None)) -> Tensor:
@@ -166,12 +166,12 @@ def text_features(
         model: The model.
         texts: The texts.
         pooling: The "last" real token, the "mean" over real tokens, the first token ("cls"), or "centered_unit_mean" as
-            in `pool`. The last is NaN for a text where it is undefined.
+            in `pool`. This last one is NaN for a text where it is undefined.
         states: A convention of hidden states of `lit_layers.models.view`, applied before pooling.
         max_tokens: Most tokens per batch.
         undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
             `LayerFeatures.defined` shows which texts have a vector.
-        last_pooling: The pooling of the last layer. None: `pooling`.
+        last_pooling: The pooling of the last layer. If None, it is `pooling` as for the other layers.
 
     Raises:
         InputError: A text is longer than the model allows, or with `undefined="raise"` hidden states are not finite.
@@ -244,7 +244,7 @@ def _vectors(
     """Return pooled vectors (batch, dim) on the CPU, NaN if undefined, and a mask of rows with finite states."""
     hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
-    # "centered_unit_mean" can be NaN for finite states, so the plain mean shows whether states are finite.
+    # "centered_unit_mean" can be NaN even if all states are finite, so check the plain mean instead.
     finite = (_pooled(hidden, mask, "mean") if pooling == "centered_unit_mean" else pooled).isfinite().all(-1)
     pooled = pooled if finite.all() else pooled.masked_fill(~finite[:, None], torch.nan)
     return pooled.cpu().to(getattr(torch, _dtype(model))), finite
