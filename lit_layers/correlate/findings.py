@@ -17,14 +17,14 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
 Column = NDArray[np.float64]
-CONFOUNDED = 0.5  # a warning is given if the R² of the metric with its baseline or a size is higher
+CONFOUNDED = 0.5  # warn if the R² of the metric with its baseline or with a size is higher
 FEW = 10
-_FEWEST_DRAWN = 5  # fewest models for an interval; resamples of fewer mostly repeat two or three points
+_FEWEST_DRAWN = 5  # fewest models for an interval; resamples of fewer models mostly repeat two or three
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One coefficient; its fields are None if they do not apply."""
+    """A coefficient of correlation; fields that do not apply to it are None."""
 
     name: str
     value: float
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Covariate:
-    """The R² and r of another column with the metric, and with the score."""
+    """The correlation of a covariate (another column) with the metric and with the score, as R² and r."""
 
     name: str
     r2_metric: float
@@ -77,9 +77,10 @@ def correlate(
 
     Args:
         table: The models.
-        given: Columns to hold fixed in partial correlations, one by one and all together. The known sizes and the
-            baseline are always held fixed one by one.
-        group: Column for correlations within groups of equal value. None: the group of the table, if it has one.
+        given: Columns to hold fixed in partial correlations, first one by one and then all together. The known sizes of
+            the models and the baseline of the metric are always held fixed one by one.
+        group: Column for correlations within groups of models with the same value of it. If it is None, the group
+            column of the table is used, if there is one.
         resamples: Number of bootstrap resamples of the models, for percentile intervals.
         seed: Seed of the resamples and shuffles.
 
@@ -129,7 +130,7 @@ def correlate(
 def _row(
     name: str, statistic: Callable[..., Correlation], *columns: Any, options: Mapping[str, int], **facts: Any
 ) -> Row:
-    """Return a coefficient with its bootstrap interval; `facts` replace its own `p`, `df` and `note`.
+    """Return a coefficient with its bootstrap interval; `facts` replace the `p`, `df` and `note` of the statistic.
 
     All coefficients use the same resamples of the models.
     """
@@ -198,9 +199,9 @@ def _partials(
 
 
 def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mapping[str, int]) -> list[Row]:
-    """Return the pooled correlation within groups, and the correlation in each group of 3 or more models."""
+    """Return the correlation within groups, pooled over all groups, and that of each group of 3 or more models."""
     labels = table.frame[group]
-    codes, title = labels.factorize()[0], table.title(group)  # -1 for a model without a group
+    codes, title = labels.factorize()[0], table.title(group)  # -1: no group
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.groupwise_correlation
@@ -254,10 +255,11 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A rule that chooses a layer for each task without labels, and the scores at the layers it chooses.
+    """A rule that chooses a layer for each task without its labels, and the scores at the layers it chooses.
 
-    `rule` is the direction, "min" or "max" of `metric`. If `metric` is None, `rule` names the direction and the metric
-    that score highest on the other models. `is_chosen` is true if this rule scores highest on the other models.
+    The rule takes the layer where a metric is smallest or largest: `rule` is "min" or "max", the direction. If `metric`
+    is None, the rule was chosen by the scores of the other models, and `rule` names its direction and metric.
+    `is_chosen` is true if this rule scores highest on the other models.
     """
 
     metric: str | None
@@ -268,7 +270,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFindings:
-    """The coefficients of one metric, the tasks that they use, and the tasks left out with the reason."""
+    """The coefficients of one metric, the tasks that they use, and by task the reason why others are left out."""
 
     metric: str
     correlations: list[correlation.LayerCorrelation]
@@ -302,8 +304,9 @@ class LayerFindings:
 def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 0) -> LayerFindings:
     """Correlate each metric with the scores over the layers of each model, and evaluate choosing layers by it.
 
-    The layer of a task is that of the smallest or largest value of a metric. With several models, the direction is
-    chosen that scores higher on the other models, and so is one of all metrics. With one model, nothing is chosen.
+    For each task, a rule chooses the layer where a metric is smallest or largest. With several models, the scores of
+    the other models decide between smallest and largest, and between the metrics. With one model, all rules are
+    returned and none is preferred.
     """
     options, first = {"resamples": resamples, "seed": seed}, tables.first_layer
     models = []
@@ -341,9 +344,9 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
 def _choices(
     model: ModelTables, others: Sequence[ModelTables], keys: Sequence[str], first: int, options: Mapping[str, Any]
 ) -> list[Choice]:
-    """Return the choices by both directions of one metric, or by the best rule among several metrics.
+    """Return the choices of layers by the smallest and the largest value of one metric, or by the best of several.
 
-    The best rule is a metric and a direction that score highest on the other models.
+    The best metric and direction (smallest or largest value) are those that score highest on the other models.
     """
     shared = _shared(model, keys, first)
     if shared is None:
@@ -365,7 +368,7 @@ def _choices(
 
 
 def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[str, Column], Column] | None:
-    """Return the values of each metric and the scores, for the tasks that all metrics have; None without any."""
+    """Return the values of each metric and the scores for the tasks that all metrics have; None if there are none."""
     if any(key not in model.metrics for key in keys):
         return None
     tasks = [task for task in model.scores.index if all(task in model.metrics[key].index for key in keys)]

@@ -1,4 +1,4 @@
-"""Tables of metrics and scores over layers by model and task, read from run folders or files."""
+"""Tables of metrics and scores by model, task and layer, read from run folders or files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,9 +54,9 @@ class ModelTables:
     def tables(
         self, metric: str, first_layer: int, tasks: Sequence[str] | None = None
     ) -> tuple[list[str], Values, Values]:
-        """Return tasks, and their values (tasks, layers) of a metric and of the scores.
+        """Return tasks, their values of a metric (tasks, layers), and their scores (tasks, layers).
 
-        The default is all tasks that have the metric.
+        By default these are all tasks that have the metric.
         """
         tasks = [*map(str, self.metrics[metric].index)] if tasks is None else [*tasks]
         values = [table.loc[tasks, first_layer:].to_numpy() for table in (self.metrics[metric], self.scores)]
@@ -65,7 +65,7 @@ class ModelTables:
 
 @dataclass(kw_only=True)
 class LayerTables:
-    """The tables of all models, titles of the metrics, and the models left out with the reason."""
+    """The tables of all models, the titles of the metrics, and by model the reason why others are left out."""
 
     models: list[ModelTables] = field(default_factory=list)
     titles: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class LayerTables:
     common: list[str] = field(default_factory=list)  # metrics measured on the same texts for all tasks
     states: str | None = None
     source: str = ""
-    # By (option, metric), then by model.
+    # The tags of the variant that was read, by (option, metric) and then by model.
     variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
@@ -95,12 +95,12 @@ def read_layers(
             texts of each task (`ANALYSIS/TASK`) take precedence over measurements on texts common to all tasks.
         scores: `mteb` for the `main_score` of the measurements `mteb/TASK`; another metric; or a file with the columns
             model, task, layer and score.
-        step: The checkpoint of a series. None: the last one that has both metrics and scores.
+        step: The checkpoint of a series. If it is None, the last one that has both metrics and scores is read.
         with_layer_0: Whether layer 0 takes part in correlations and choices.
 
     Raises:
-        InputError: No model has a metric, a metric has several variants, or it was measured on hidden states of another
-            convention than the scores.
+        InputError: No model has a metric, a metric has several variants, or it was measured on other hidden states than
+            the scores (with or without the final norm).
     """
     if not folders:
         raise InputError("models: expected run folders")
@@ -131,7 +131,7 @@ def read_layers(
 
 
 class _LeftOutError(Exception):
-    """The reason why a model is left out."""
+    """An error for a model that is left out; its message is the reason."""
 
 
 def _model_tables(
@@ -142,10 +142,10 @@ def _model_tables(
     step: int | None,
     num_layers: int,
 ) -> ModelTables:
-    """Return the tables of one model, and add its titles, states and variants to `tables`.
+    """Return the tables of one model, and add its titles, kind of hidden states and variants to `tables`.
 
     Raises:
-        _LeftOutError: The model has no scores or metrics at enough layers.
+        _LeftOutError: The model has no scores or no metrics, or has them at too few layers.
     """
     matches, first = find_model(name, scores.models), tables.first_layer
     if len(matches) != 1:
@@ -156,7 +156,7 @@ def _model_tables(
     if score_curves is None:
         raise _LeftOutError(f"no {scores.query.text}")
     depth = max(layer for curve in score_curves.by_task.values() for layer in curve)
-    if depth < num_layers:  # comparisons with the last layer would use another layer
+    if depth < num_layers:  # the last layer has no score
         raise _LeftOutError(f"scores up to layer {depth} of {num_layers}")
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
@@ -186,7 +186,7 @@ def _model_tables(
 
 
 def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
-    """Return the last step that has both scores and metrics, or check the requested `step`."""
+    """Return the requested `step` after a check, or by default the last step that has both scores and metrics."""
     for what, steps in zip((score, "metric asked for"), sides, strict=True):
         if not steps:
             raise _LeftOutError(f"no {what}")
@@ -202,7 +202,7 @@ def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int
 def _metric_table(
     text: str, curves: "_Curves | None", scores: pd.DataFrame, unscored: Mapping[str, str], first: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the metric for the tasks that have it and scores, and the reasons why other tasks lack it."""
+    """Return the table of a metric for the tasks that have it and scores, and by task why others are left out."""
     by_task = {} if curves is None else curves.by_task
     per_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
     table = pd.DataFrame(per_task, index=scores.columns, dtype="float64").T
@@ -219,7 +219,7 @@ def _metric_table(
 
 
 def _missing(values: Any, first: int, what: str) -> str:
-    """Return a reason that lists the layers without a value, or an empty string."""
+    """Return a text that lists the layers without a value, or an empty string if all have one."""
     missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 
@@ -243,14 +243,15 @@ def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequenc
 
 
 class _Curves(NamedTuple):
-    """The values of one metric at one checkpoint, by task and layer; the task "" is for texts common to all."""
+    """The values of one metric at one checkpoint, by task and layer; the task "" is for texts shared by all tasks."""
 
     by_task: dict[str, dict[int, float]]
     states: str | None
     variant: Mapping[str, Any]
 
 
-# One row per value at a layer. `task` is "" for texts common to all tasks. `states` is None if a file does not say.
+# Columns of a table with one row per value at a layer. `task` is "" for values on texts that are shared by all tasks.
+# `states` (the kind of hidden states) is None if unknown.
 _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "variant"]
 
 
@@ -261,16 +262,16 @@ class _Source:
     query: MetricQuery
     option: str
     models: list[str]
-    values: Any  # a table of `_COLUMNS`, of objects
+    values: Any  # a table with the columns `_COLUMNS` and dtype object
 
     def steps(self, model: str) -> set[int | None]:
-        """Return the steps with values of a model: {None} for a model without steps, an empty set without values."""
+        """Return the steps at which a model has values: {None} if it has no steps, an empty set if it has no values."""
         return {*self.values["step"][self.values["model"] == model]}
 
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
-        """Return the curves of one checkpoint, or None if it has none.
+        """Return the curves over layers at one checkpoint, or None if there are none.
 
-        `scored` are the scores that the curves are compared with. It is None when the scores themselves are read.
+        `scored` are the scores that the curves will be compared with, or None if these curves are the scores.
         """
         text, what = self.query.text, f"{self.query.text} of {model}"
         rows = self.values[self.values["model"] == model]
@@ -305,7 +306,7 @@ def _source(query: MetricQuery, models: Sequence[RunModel], option: str) -> _Sou
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
     """Yield the values of a metric in a run folder.
 
-    A query may name the default `states` or `normalization=raw`, although records omit these two tags.
+    A query may name the tags `states` and `normalization=raw`, although records that have their default omit them.
     """
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")

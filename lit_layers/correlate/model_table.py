@@ -26,7 +26,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # accepted names of the column that names the models
-# Sizes of a model: our name, then the names in run facts and in configurations of the known families.
+# Sizes of a model: our name, and the names of the same size in run facts and in the config.json of known families.
 SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
     "depth": ("depth", "num_hidden_layers", "n_layer", "num_layers"),
@@ -50,7 +50,7 @@ class MetricQuery:
         """Parse `NAME` or `ANALYSIS/NAME`, either with `[tag=value,...]`.
 
         Raises:
-            InputError: The text has another form.
+            InputError: The text has neither of these forms.
         """
         form = _FORM.fullmatch(text)
         parts = [part.partition("=") for part in (form[2] or "").split(",") if part.strip()] if form else []
@@ -61,7 +61,7 @@ class MetricQuery:
         return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
-        """Return whether a record with these tags matches. Numbers are compared by value: `k=0.10` matches 0.1."""
+        """Return whether tags match those of the query. Numbers are compared by value: `k=0.10` matches 0.1."""
         return all(name in tags and same_tag(tags[name], value) for name, value in self.tags.items())
 
 
@@ -76,7 +76,7 @@ def split(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RunModel:
-    """One model of a study: a training run with all its steps, or a pretrained model."""
+    """One model to correlate over: a training run with all its steps, or a pretrained model."""
 
     name: str
     folder: Path
@@ -87,7 +87,7 @@ class RunModel:
     has_steps: bool
 
     def select(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
-        """Return the measurements at a step; the default is the last step that has this analysis."""
+        """Return the measurements at a step; by default the last step that has this analysis."""
         if not self.has_steps:
             return self.measurements
         steps = [m.step for m in self.measurements if m.step is not None and analysis in (None, m.analysis)]
@@ -101,8 +101,8 @@ class RunModel:
     def sizes(self) -> dict[str, float]:
         """Return the known sizes of the model, by the names in `SIZES`.
 
-        They come from the facts of the run or of its measurements, or else from the options of its recipe. An unknown
-        depth is the last layer measured.
+        They come from the facts of the run or of its measurements, or else from the options of its recipe. If the depth
+        is unknown, it is the last layer measured.
         """
         described = [self.about.get("model", {}), *(m.provenance for m in self.measurements), self.settings()]
         sizes = {}
@@ -114,7 +114,10 @@ class RunModel:
         return {**sizes, "depth": last} if "depth" not in sizes and last else sizes
 
     def settings(self) -> dict[str, Any]:
-        """Return the scalar options of a run's model and data and its seed, by their last name component if unique."""
+        """Return the scalar options of a run's model and data, and its seed.
+
+        Keys are the last components of the options' names (`num_layers`), or whole names if components are equal.
+        """
         config = self.about.get("config", {})
         rows = pd.json_normalize({part: config[part] for part in ("model", "data") if part in config}).to_dict(
             "records"
@@ -133,7 +136,7 @@ class RunModel:
 
 
 def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
-    """Return the models in run folders, comparisons and folders that contain them, in this order.
+    """Return the models in run folders, in model comparisons and in folders that contain these, in the given order.
 
     Raises:
         InputError: A folder holds no measurements, or a model occurs more than once.
@@ -172,7 +175,7 @@ def _models(root: Path) -> Iterable[RunModel]:
 
 
 def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[tuple[str, Record]]:
-    """Return the records of a metric with any tags, each with its analysis.
+    """Return the records that the query may mean, whatever their tags, each with its analysis.
 
     A query for the analysis `probe` also matches its tasks, such as `probe/banking77`.
     """
@@ -201,14 +204,14 @@ def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
 
 
 def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: str) -> Mapping[str, Any]:
-    """Return the variant with the plainest tags.
+    """Return the plainest variant: that whose tags are closest to a plain mean without normalization.
 
     Raises:
         InputError: Several variants are equally plain.
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # ties with the plainest
+    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as `best`
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))
         raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one by its tags")
@@ -216,7 +219,7 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
 
 
 def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, option: str) -> None:
-    """Check that all models have the same variant, except for the number of directions `k`, which follows the width.
+    """Refuse models whose variants (tags of the metric) differ, except in `k`, which depends on the width.
 
     Args:
         variants: The tags of the variant of each model.
@@ -224,7 +227,7 @@ def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, option: 
         option: Name of the option, for the message.
 
     Raises:
-        InputError: Tags differ. The message names them with one model each.
+        InputError: Tags differ. The message names each variant with one model that has it.
     """
     alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
@@ -239,7 +242,7 @@ def _written(tags: Mapping[str, Any]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return `; did you mean ...?`, or a list of the names that exist, or an empty string."""
+    """Return `; did you mean ...?`, or a list of the names if none is similar; an empty string without names."""
     names = list(names)
     there = f"there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
     return f"; {did_you_mean(word, names, there)}" if names else ""
@@ -271,7 +274,7 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
     """Return a column as float64, with NaN for missing values.
 
     Raises:
-        InputError: A value is not a number. The message is `expected`, the value, and its name in `names`.
+        InputError: A value is not a number. The message has `expected`, the value and its name from `names`.
     """
     values: Any = pd.to_numeric(column, errors="coerce")
     if (wrong := column.notna() & values.isna()).any():
@@ -280,7 +283,7 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
 
 
 def find_model(name: str, others: Sequence[str]) -> list[int]:
-    """Return the indices of a model in `others`, by its full name or else by the last part of its path."""
+    """Return the indices in `others` that have the full name of a model, or else its last component."""
     short = name.rstrip("/").split("/")[-1]
     whole = [index for index, other in enumerate(others) if other == name]
     return whole or [index for index, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
@@ -296,8 +299,9 @@ LOGS = (*SIZES, "k")  # columns used as logarithms, because sizes differ by fact
 class ModelTable:
     """Models to correlate over: `frame` has a row per model with its name, metric, score and other columns.
 
-    `baseline` is the column with the value of the metric by chance (or from the width). `corrected` is the column with
-    the metric minus this value. Either may be None. `left_out` gives the reason for each model that lacks a value.
+    `baseline` is the column with the value that the metric has by chance (or that its width predicts). `corrected` is
+    the column with the metric minus this value. Both may be None. `left_out` gives, for each model that lacks a value,
+    the reason.
     """
 
     frame: pd.DataFrame
@@ -312,12 +316,12 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """Return the title of a column in figures and tables; columns of the user keep their names."""
+        """Return the title of a column in figures and tables; for a column of the user it is the column's name."""
         known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
         return self.titles.get(column) or known.get(column, column)
 
     def covariate_title(self, column: str) -> str:
-        """Return the title of a column that is held fixed; sizes are used as logarithms."""
+        """Return the title of a column that is held fixed: `Log ...` for sizes, which are used as logarithms."""
         return f"Log {mid_sentence(self.title(column))}" if column in LOGS else self.title(column)
 
     def values(self, column: str) -> NDArray[np.float64]:
@@ -333,7 +337,7 @@ class ModelTable:
         return np.where(np.isfinite(values), values, math.nan)
 
     def missing_notes(self, given: Sequence[str], group: str | None) -> list[str]:
-        """Return a note for each column held fixed that some models lack; its coefficient leaves them out."""
+        """Return a note for each column held fixed that some models lack; they are left out where it is held fixed."""
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
         return [
@@ -347,8 +351,8 @@ class ModelTable:
 def published() -> ModelTable:
     """Return the 28 language models in the figure of the coupling paper, with the coupling predicted from width.
 
-    The column `width_alone` is 1 - 1/sqrt(K) with K = int(0.1 width). This is the coupling at p = 1 of blocks that
-    share no directions, for a flat spectrum.
+    The column `width_alone` is 1 - 1/sqrt(K), where K = int(0.1 width) is the number of compared singular vectors. This
+    is the coupling with the nuclear norm (p = 1) of blocks that share no directions and have equal singular values.
     """
     folder = files("lit_layers.correlate")
     frame: Any = pd.read_csv(io.StringIO(folder.joinpath("published.csv").read_text(encoding="utf-8")), comment="#")
@@ -390,8 +394,8 @@ def table_of_models(
         models: The models, as returned by `read_run_models`.
         metric: The metric, `ANALYSIS/METRIC` or `METRIC`, optionally with `[tag=value,...]`.
         score: `FILE:COLUMN` of a table with one row per model; a scalar logged in training; or another metric.
-        layer: The layer of the metric. None: a value for the whole model, or else the last layer.
-        step: The checkpoint of training runs. None: the last one that has the metric.
+        layer: The layer of the metric. If it is None, a value for the whole model is used, or else the last layer.
+        step: The checkpoint of training runs. If it is None, the last one that has the metric is used.
         source: Name of the source, for the page.
 
     Raises:
@@ -442,9 +446,9 @@ def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
 def _record(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None = None
 ) -> Record | None:
-    """Return the record of the requested layer; the default is the whole model, or else the last layer.
+    """Return the record of the requested layer, by default of the whole model, or else of the last layer.
 
-    The result is None if there is no record.
+    Return None if there is no such record.
     """
     resolved = resolve_k(query, model)
     records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
@@ -463,7 +467,7 @@ def _record(
 def _measured(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None, record: Record
 ) -> dict[str, Any]:
-    """Return a metric at one checkpoint, its tags, step and interval, and its baseline and corrected value."""
+    """Return the columns of a model for its metric: value, interval, tags, step, baseline and corrected value."""
     name, tags, first = query.name, variant_of(record.tags), measurements[0]
     facts = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer}
     facts |= {"step": first.step, "tokens": first.tokens}
@@ -474,7 +478,7 @@ def _measured(
 
 
 def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any, None]]:
-    """Return the tags of a metric with all their values in any model."""
+    """Return the tags of a metric, each with all values that it has in some model."""
     tags: dict[str, dict[Any, None]] = {}
     for analysis, record in (pair for model in models for pair in candidates(model.measurements, query)):
         for tag, value in variant_of(record.tags).items() if analysis == query.analysis else ():
@@ -528,7 +532,7 @@ def _add_scores(
 
 
 def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
-    """Add the columns of a file to the models' rows, matched by `find_model`."""
+    """Add the columns of a file to the rows of the models; `find_model` matches the names."""
     table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
@@ -556,7 +560,7 @@ def _table(
     left_out: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> ModelTable:
-    """Return the table of the models that have metric and score, with short names; `left_out` has the others."""
+    """Return the table of the models that have a metric and a score; its `left_out` names the other models."""
     if (twice := frame["model"].duplicated()).any():
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})

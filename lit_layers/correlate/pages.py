@@ -42,7 +42,7 @@ def _write(
     numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables = {f"{each}.csv": frame for each, frame in frames.items()}
     files = records.write_files(folder, {f"{name}.html": page, f"{name}.json": numbers, **tables})
-    return [files[0], *write_pictures(charts, folder), *files[1:]]  # last, because drawing pictures may fail
+    return [files[0], *write_pictures(charts, folder), *files[1:]]  # pictures are drawn last, because this may fail
 
 
 def number_cell(row: Row | Estimate) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:
-    """Return the table of coefficients: plain, of the corrected metric, partial, and within groups."""
+    """Return the table of coefficients: of the metric, of the corrected metric, partial ones, and within groups."""
     partial = [row for row in findings.rows if row.name.startswith("Partial")]
     parts = {
         table.title(table.metric): [row for row in findings.rows if row not in partial],
@@ -172,7 +172,7 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:
-    """Return a chart over depth for the scores and for each metric, averaged over tasks, one curve per model."""
+    """Return one chart over depth for the scores and one for each metric: means over tasks, one curve per model."""
     curves = {f"{tables.score_title}, mean over tasks": {model.name: model.scores for model in tables.models}}
     for key, title in tables.titles.items():
         curves[title] = {m.name: m.metrics[key] for m in tables.models if key in m.metrics}
@@ -183,7 +183,7 @@ def depth_charts(tables: LayerTables) -> list[Chart]:
 
 
 def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFindings) -> Scatter:
-    """Return the scatter plot of scores against a metric, one point per layer, averaged over the same tasks."""
+    """Return the scatter plot of scores against a metric: one point per layer, both averaged over the same tasks."""
     _, metric, scores = model.tables(one.metric, tables.first_layer)
     layers = range(tables.first_layer, model.num_layers + 1)
     means = {c.coefficient: c.estimate.value for c in one.correlations if c.form == "of_task_means"}
@@ -210,7 +210,7 @@ def heading(model: ModelFindings) -> str:
 
 
 def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a table with one row per metric and form of coefficient for each model, and the null distribution."""
+    """Return a table with one row per model, metric and form of coefficient, and notes on unrelated layers."""
     groups = []
     for model in findings.models:
         null, rows = model.null, []
@@ -243,7 +243,7 @@ ESTIMATES = {
 
 
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a table with one row per rule for each model; rules chosen on other models are bold."""
+    """Return a table with one row per model and rule that chooses layers; rules chosen on other models are bold."""
     groups = []
     for model in findings.models:
         rows = []
@@ -268,7 +268,7 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
 
 
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
-    """Return tables with one row per coefficient, per rule, and per model, task and layer."""
+    """Return three tables: one row per coefficient, one row per rule, and one row per model, task and layer."""
     correlations, choices, curves = [], [], []
     for model, result in zip(tables.models, findings.models, strict=True):
         key = {"model": model.name, "step": model.step}

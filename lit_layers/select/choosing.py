@@ -1,4 +1,4 @@
-"""Choice of the first sufficient layer: probes are fitted on train rows, and validation rows decide."""
+"""Choice of the first sufficient layer: probes are fitted on train rows, and their validation scores decide."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -58,9 +58,9 @@ class Choice:
     tolerance: float
     validation: Mapping[int, Score]  # scores of layers 0 to L on the validation rows
     baseline: float  # score on the validation rows of a prediction that ignores the input
-    shares: Mapping[int, float]  # fraction of bootstrap resamples of validation rows that choose each layer 1 to L
+    shares: Mapping[int, float]  # by layer 1 to L: share of bootstrap resamples of validation rows that choose it
     test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
-    difference: Score  # chosen layer minus last layer on test, paired over rows
+    difference: Score  # test score of the chosen minus the last layer, paired over rows
     probe: Fitted  # probe of the chosen layer, fitted on train
 
     @property
@@ -87,11 +87,11 @@ def choose(
     Args:
         features: Returns the features of "train", "validation" or "test". It is called for "test" only after the layer
             has been chosen.
-        targets: Class indices, or values of a regression, of the same rows.
-        num_classes: Number of classes. None: regression.
+        targets: Class indices, or values of a regression, of the rows of each part.
+        num_classes: Number of classes, or None for a regression.
         rule: The rule that chooses a layer from the scores.
         tolerance: The tolerance of the rule.
-        by: The metric, one of `METRICS`. None: the first one.
+        by: The metric that judges a probe, one of `METRICS`. If it is None, the first one for the task is used.
         options: Options of the probes.
         progress: Callback that receives the number of finished probes, their total, and what runs now.
 
@@ -113,7 +113,7 @@ def choose(
     if num_classes is not None and len(targets["train"].unique()) < 2:
         raise InputError("train: all rows have one class, and a probe needs two: give other rows")
     how: Any = {"rule": rule, "tolerance": tolerance, "higher_is_better": look_up(metric).higher_is_better}
-    _apply_rule([1.0], how)  # raises for a bad rule before any probe is fitted
+    _apply_rule([1.0], how)  # raise for a bad rule before any probe is fitted
     train, held_out = features("train"), features("validation")
     num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
     for layer in range(num_layers + 1):
@@ -155,7 +155,7 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Drop the columns of (layers, rows) that are not finite: the log-loss of a class without training rows."""
+    """Drop columns of (layers, rows) that are not finite, such as the log-loss of a class without training rows."""
     return rows[:, rows.isfinite().all(0)]
 
 
@@ -168,7 +168,7 @@ def _apply_rule(values: list[float], how: Any) -> int:
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:
-    """Return scores on the validation rows of a prediction that only uses the training labels."""
+    """Return the scores, on the validation rows, of a prediction that only uses the training labels."""
     train, held_out = targets["train"], targets["validation"]
     if num_classes is None:
         return RowScores((held_out - train.mean()).square())
@@ -184,7 +184,7 @@ def _score(values: Tensor, metric: str | None) -> Score:
 
 
 IMAGE_BATCH = 64
-ROWS_TO_CHECK = 8  # rows that an export is checked with
+ROWS_TO_CHECK = 8  # number of validation rows that an export is checked with
 PARTS: tuple[Part, ...] = ("train", "validation", "test")
 NOTES = {
     "num_duplicates": "Train and validation rows dropped because test has their text: {}.",
@@ -223,7 +223,7 @@ def text_task(
     pooling: TextPooling = "last",
     max_tokens: int = 512,
 ) -> TaskFeatures:
-    """Return the features of a text task of the catalogue or of the user.
+    """Return the features of a text task, which is in the catalogue of tasks or defined by the user.
 
     The texts of train, validation and test are passed through the model when their features are requested.
 

@@ -66,7 +66,7 @@ class ProbeHead:
 
     @classmethod
     def from_probes(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
-        """Return the probe in one row of `probes`, on the CPU."""
+        """Return probe number `row` of `probes`, on the CPU."""
         weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
         return cls(facts, weight, bias, mean, scale, seen)
@@ -117,7 +117,7 @@ class ProbeHead:
 
 
 Inputs = Sequence[str] | Tensor
-NO_LIMIT = 2**30  # tokens
+NO_LIMIT = 2**30  # largest number of tokens of a text, if nothing limits it
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int 
     No code in the folder is run.
 
     Raises:
-        InputError: The folder holds no export, or a damaged one.
+        InputError: The folder holds no export, or the export is damaged.
     """
     head = ProbeHead.load(folder)
     model = upcast(LayeredModel(trunk_of(load(Path(folder))).to(device)))
@@ -240,8 +240,8 @@ class Card:
     tolerance: float | None  # None for a rule without tolerance
     revision: str | None = None
     commit: str | None = None
-    weights_hash: str | None = None  # of the source model; set by `export`
-    picture: str | Path | None = None  # of the validation curve
+    weights_hash: str | None = None  # hash of the source model's weights; set by `export`
+    picture: str | Path | None = None  # file with a picture of the validation scores
     notes: Sequence[str] = ()  # sentences for the reader
 
 
@@ -254,7 +254,7 @@ def render(
         card: Facts about the model.
         facts: Facts about the probe.
         package: The package that loads the model, transformers or timm.
-        picture: Name of the picture file next to the README. None: no picture.
+        picture: Name of the picture file next to the README, or None for a page without a picture.
         final_norm: Whether the model has a norm after its last block.
         of_images: Whether the model reads images.
     """
@@ -269,8 +269,9 @@ def render(
     return page.render(header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True), **about)
 
 
-# On many CPUs, MKL's products of equal weights at other addresses differ in the last bits. Blocks accumulate this.
-ROUNDING = 256  # tolerated difference, in units in the last place of the largest state
+# On many CPUs, MKL's products of equal weights at other addresses differ in the last bits, and blocks accumulate this.
+# The hidden states of an export may therefore differ a little from those of the source model.
+ROUNDING = 256  # tolerated difference, in eps of the dtype times the largest state
 
 PAGE = "README.md"
 
@@ -292,15 +293,15 @@ def export(
     README.md. The weights have the dtype of `model`. `AutoModel.from_pretrained` or
     `timm.create_model("local-dir:...")` loads the model, and `load_classifier` loads the model with its probe.
 
-    The folder is created completely or not at all. A draft is first loaded again and compared with `model`: the hidden
-    states of `batches` at every layer up to rounding, and the weights exactly.
+    The folder is created completely or not at all. The export is first written to a draft folder, loaded from there and
+    compared with `model`: its hidden states of `batches` must be equal up to rounding, and its weights exactly.
 
     Args:
         model: The source model.
         layer: The last block to export, 1 to L.
         head: The probe of this layer.
         folder: The folder to create.
-        tokenizer: The tokenizer, or where to load it from. None for image models.
+        tokenizer: The tokenizer, or the folder or name to load it from; None for image models.
         card: Facts for the page.
         batches: Batches to check the export with.
         overwrite: Whether to replace an earlier export. Other folders are never replaced.
@@ -333,7 +334,7 @@ def export(
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
-    """Check that a folder can be written: it does not exist, or it is an earlier export to overwrite.
+    """Refuse a folder that exists, unless it is an earlier export and `overwrite` is set.
 
     Raises:
         InputError: The folder exists and may not be overwritten, or it is not an export.

@@ -1,4 +1,4 @@
-"""Output of a layer choice: numbers, picture, page and exported model; and comparisons of several models."""
+"""Files that a layer choice is written to: numbers, picture, page and exported model; and model comparisons."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -63,7 +63,7 @@ class Selection:
             "notes": list(task.notes),
         }
         files = {"select.html": self.page(), "select.json": content}
-        numbers = write_files(folder, files)  # first, because drawing pictures may fail
+        numbers = write_files(folder, files)  # written first, because drawing pictures may fail
         return [*write_pictures([("layers", self.picture())], folder), *numbers]
 
     def page(self) -> str:
@@ -155,7 +155,7 @@ class Candidate:
 
 
 def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFrame:
-    """Return one row per model: layer, scores with 95% intervals and milliseconds, or why it is left out."""
+    """Return a table with one row per model: its layer, scores with 95% intervals and times, or why it is left out."""
     rows = list[dict[str, Any]]()
     for model in models:
         choice = model.choice
@@ -173,13 +173,13 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
 
 def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
     """Write models.png, .svg, .pdf and .csv, and return their paths in this order."""
-    # First, because drawing pictures may fail.
+    # Write the numbers first, because drawing pictures may fail.
     numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
     return [*write_pictures([("models", chosen_layers(models, task))], folder), *numbers]
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Return a chart of test scores over milliseconds, with each model's chosen layer filled and its last hollow."""
+    """Return test scores over milliseconds; each model has a filled mark (chosen layer) and a hollow one (last)."""
     series = []
     for index, model in enumerate(models):
         choice, last = model.choice, model.choice.num_layers
