@@ -1,7 +1,8 @@
 """Entropy and rank of a set of vectors, and invariance of prompts to changes of their wording. All in float64, in nats.
 
-Rows are the tokens of one prompt, or one pooled vector per prompt. Padding on either side never enters a value,
-whatever it contains. For every set, with p = sigma^2 / sum sigma^2 and q = sigma / sum sigma,
+Rows are the tokens of one prompt, or one pooled vector per prompt. Padding on either side never changes a value,
+whatever it contains. For every set of rows with the singular values sigma, p = sigma^2 / sum sigma^2 and
+q = sigma / sum sigma,
 
     participation_ratio = exp(S_2) <= exp(S_1) <= effective_rank <= rank <= min(rows, dim),
 
@@ -54,8 +55,8 @@ def renyi(shares: Tensor, alpha: float) -> Tensor:
 def renyi_of_matrices(matrices: Iterable[Tensor], alpha: float, *, frobenius: bool, size: Tensor | int) -> Tensor:
     """Return the Renyi entropies (matrices, *n) of the eigenvalues of each matrix (*n, size, size).
 
-    Eigenvalues are divided by their sum. Only positive ones count. With `frobenius` and alpha 2 the entropy is
-    -log(sum K^2 / size^2) instead, which is right only if the trace equals the size.
+    Negative eigenvalues are set to 0, then all are divided by their sum. With `frobenius` and alpha 2 the entropy of a
+    matrix K is -log(sum K^2 / size^2) instead, which is right only if the trace of K equals its size.
     """
     if frobenius and alpha == 2:
         squares = torch.stack([matrix.square().sum((-2, -1)) for matrix in matrices])
@@ -75,7 +76,10 @@ def normalized(
     normalization: str,
     undefined: str,
 ) -> Tensor:
-    """Return the entropies divided as `normalization` says; those with a problem become NaN or raise."""
+    """Return the entropies divided by the logarithms that `normalization` names (see `matrix_entropy`).
+
+    An entropy with a problem, or whose divisor is 0, becomes NaN or raises ValueError, as `undefined` says.
+    """
     if normalization == "raw":
         return checked(metric, values, problems, undefined)
     log_n = num_rows.clamp(min=1).double().log()
@@ -137,12 +141,13 @@ def matrix_entropy(
             the two (maxEntropy). logNlogD divides by both logarithms.
         undefined: "raise", or "nan" for NaN instead of an error.
 
-    Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. The code of Skean et al. has `center`, `unit`,
-    `clamp`, side "smaller", and alpha2 "frobenius".
+    Source: Giraldo et al. 2014; Skean et al., arXiv 2502.02013, eq. 1. The code of Skean et al. uses `center`, `unit`,
+    `clamp`, `side="smaller"` and `alpha2="frobenius"`.
 
     Raises:
         ValueError: a set without a row, or with only zero rows (with `center`: only equal rows). With `unit`, also a
-            set with a zero row. A normalization by log 1. Such a set is NaN with `undefined="nan"`.
+            set with a zero row. A normalization that divides by log 1. With `undefined="nan"` the value of such a set
+            is NaN instead.
     """
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -169,7 +174,7 @@ def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> 
     """Return the `matrix_entropy` of pooled vectors, one for each prompt; `options` are passed on to it.
 
     It grows with the number of prompts, so compare only sets of equally many prompts. The code of Skean et al. centres
-    tokens within each prompt, scales them to norm 1 and pools them. It has `clamp` and side "smaller".
+    tokens within each prompt, scales them to norm 1 and pools them. It uses the options `clamp` and `side="smaller"`.
 
     Source: Skean et al., arXiv 2502.02013, section 3.3.1.
     """
@@ -214,7 +219,7 @@ def participation_ratio(
 class Spectrum:
     """Singular values of each set, from which all entropies and ranks of this module follow."""
 
-    values: Float[Tensor, "*n rank"]  # descending from 1, rounding set to 0
+    values: Float[Tensor, "*n rank"]  # divided by the largest, descending; values of rounding size are set to 0
     num_rows: Int[Tensor, "*n"]
     dim: int
     problems: dict[str, Bool[Tensor, "*n"]] = field(default_factory=dict)
@@ -300,16 +305,17 @@ def infonce(
 ) -> PerSet:
     """Return the cross-entropy of identifying the other view of a prompt by its similarity; lower is more invariant.
 
-    "ntxent": each of the 2N rows of both views has to pick its partner among the other 2N - 1 rows. Chance (all rows
-    equal) is log(2N - 1). The range with `unit` is [0, log(1 + (2N - 2) e^(2 / temperature))]. "cross": each row of A
-    has to pick its partner among the N rows of B. Chance is log N, and log N minus the value is a lower bound of the
-    mutual information of the views. `unit` scales rows to norm 1.
+    N is the number of prompts. With `form="ntxent"`, each of the 2N rows of both views has to pick its partner among
+    the other 2N - 1 rows. Chance (all rows equal) is log(2N - 1). The range with `unit` is
+    [0, log(1 + (2N - 2) e^(2 / temperature))]. With `form="cross"`, each row of `view_a` has to pick its partner among
+    the N rows of `view_b`. Chance is log N, and log N minus the value is a lower bound of the mutual information of the
+    views. `unit` scales rows to norm 1.
 
     Unchanged by a joint rotation and by the order of prompts. "ntxent" is unchanged by a swap of the views. With `unit`
     the value is unchanged by scaling of rows.
 
-    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. The code of Skean et al. has unit False. Its later
-    release has form "cross".
+    Source: Chen et al. 2020 (NT-Xent); van den Oord et al. 2018. The code of Skean et al. uses `unit=False`, and its
+    later release `form="cross"`.
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; with `unit` a zero row, or a row that is not finite
@@ -343,16 +349,17 @@ def dime(
 ) -> PerSet:
     """Return how much the joint entropy of two views grows if the prompts of one are shuffled: shared information.
 
-    This is the mean over permutations P of S_alpha(AA' o PBB'P') minus S_alpha(AA' o BB'), where o is the elementwise
-    product. Range about [0, log N], sometimes slightly below 0. It is 0 if one view is the same for all prompts, or if
-    the rows of each view are orthogonal. It is a lower bound of the matrix mutual information if diagonals are
-    constant, which `unit` ensures. Unchanged by a rotation of either view and by a common reordering of the prompts.
+    With A and B the views of N prompts, this is the mean over permutations P of S_alpha(AA' o PBB'P') minus
+    S_alpha(AA' o BB'). S_alpha is the Renyi entropy of the eigenvalues, o the elementwise product. Range about
+    [0, log N], sometimes slightly below 0. It is 0 if one view is the same for all prompts, or if the rows of each view
+    are orthogonal. It is a lower bound of the matrix mutual information if the diagonals of AA' and BB' are constant,
+    which `unit` ensures. Unchanged by a rotation of either view and by a common reordering of the prompts.
 
     `permutations` is the number of permutations drawn with `seed`, or a tensor with one permutation per row. If there
     are more prompts than dimensions, `side="smaller"` takes the dim x dim matrices and permutes features, which is
     another quantity. `alpha2` and `normalization` are those of `matrix_entropy`.
 
-    Source: Skean et al. 2023 (DiME). The code of Skean et al. 2025 has unit False, side "smaller" and no seed.
+    Source: Skean et al. 2023 (DiME). The code of Skean et al. 2025 uses `unit=False`, `side="smaller"` and no seed.
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; a view of zeros, with `unit` a zero row, or a row that
@@ -381,7 +388,7 @@ def dime(
 class LidarSums:
     """Running sums for `lidar` over batches of prompts.
 
-    They hold the scatter within prompts and the mean of each prompt, but not the views.
+    They contain the scatter within prompts and the mean of each prompt, but not the views themselves.
     """
 
     def __init__(self, views: Float[Tensor, "prompts views dim"] | None = None) -> None:
@@ -507,7 +514,7 @@ def _lidar(
         entropy = -(values.square().sum() / dim**2).log()
     else:
         entropy = renyi(shares, alpha)
-    # NaN if the normalization divides by log 1.
+    # The result is NaN only if the normalization divides by log 1.
     entropy = normalized("lidar", entropy, {}, entropy.new_tensor(num_prompts), dim, normalization, "nan")
     return entropy, f"{normalization} divides by the logarithm of one dimension" if entropy.isnan() else ""
 

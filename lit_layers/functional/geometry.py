@@ -1,7 +1,7 @@
 """Geometry of the token sequence inside a layer, and of layers compared with each other. All computed in float64.
 
-Padding on either side never enters a value, whatever it contains. Metrics of non-finite input are undefined, as in the
-cases that each function names.
+Padding on either side never changes a value, whatever it contains. Metrics of non-finite input are undefined, like
+those in the cases that each function names.
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ def token_curvature(
 ) -> PerPrompt:
     """Return the mean angle, in radians, between consecutive differences of a prompt's tokens.
 
-    C = 1 / (T - 2) sum_k angle(v_(k+1), v_k) with v_k = x_(k+1) - x_k. Range [0, pi]: 0 on a line, pi for a zigzag a,
-    b, a, b; pi/2 for a random walk in high dimension, 2 pi/3 for independent tokens. Unchanged by rotation,
-    translation, positive scaling and reversal.
+    C = 1 / (T - 2) sum_k angle(v_(k+1), v_k) with v_k = x_(k+1) - x_k, for the T tokens x_k. Range [0, pi]: 0 on a
+    line, pi for a zigzag between two points. In high dimension it is about pi/2 for a random walk and 2 pi/3 for
+    independent tokens. Unchanged by rotation, translation, positive scaling and reversal.
 
     Undefined for fewer than 3 real tokens, or if a difference is zero. `undefined="skip"` averages the angles that
     exist and gives NaN if none exists.
@@ -69,7 +69,7 @@ def curvature_and_missing(
     lengths = torch.linalg.vector_norm(steps, dim=-1)
     moves = lengths > 0
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
-    in_prompt = real[..., 2:]  # packed rows: a real third token makes an angle
+    in_prompt = real[..., 2:]  # angles with three real tokens: in packed rows, the third one is real
     exists = in_prompt & moves[..., :-1] & moves[..., 1:]
     num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
     values = _angle(steps[..., :-1, :], steps[..., 1:, :]).masked_fill(~exists, 0.0).sum(-1) / num_exists
@@ -90,8 +90,8 @@ def token_angle(
     Range [0, pi]: exactly pi for two tokens. Unchanged by rotation, translation and positive scaling. Not comparable
     with `token_curvature`, so do not draw both on one axis.
 
-    Source: released as "curvature" by Skean et al. (OFSkean/information_flow, 2024-09). Their arccos gives NaN if
-    rounding moves a cosine out of [-1, 1]. This function does not.
+    Source: the code of Skean et al. (OFSkean/information_flow, 2024-09), which calls it "curvature". Their arccos gives
+    NaN if rounding moves a cosine out of [-1, 1]. This function does not.
 
     Raises:
         ValueError: fewer than two real tokens, or a token that equals the mean; NaN there with `undefined="nan"`.
@@ -169,7 +169,7 @@ class ConceptAlignment:
 
     directions: Points  # u_i, of norm 1
     mean: PerLayer
-    by_pair: Float[Tensor, "*layers pairs"]  # mean cosine of each pair with the others; their mean is `mean`
+    by_pair: Float[Tensor, "*layers pairs"]  # mean cosine of each pair with the other pairs; `mean` is their mean
     leave_one_out: PerLayer
     shuffled: PerLayer
 
@@ -281,10 +281,10 @@ def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
         yield order
 
 
-# Similarity of layers, and the division of a model into beginning, middle and ending by it.
+# Similarity of layers, and the division of a model into beginning, middle and ending by this similarity.
 
-MAX_ENTRIES = 2**24  # entries of the layers' Gram matrices in memory: 128 MB
-MIN_MIDDLE = 2  # layers: one layer has no similarity within itself
+MAX_ENTRIES = 2**24  # largest number of entries of the layers' Gram matrices in memory at once: 128 MB
+MIN_MIDDLE = 2  # smallest number of middle layers: within a single layer there are no pairs to compare
 EQUAL = 1e-9  # relative difference below which two divisions are equally good
 
 
@@ -297,12 +297,13 @@ def cosine_similarity_matrix(
 ) -> Float[Tensor, "layers layers"]:
     """Return the mean cosine between the states of the same token in two layers, for every pair of layers.
 
-    Averaged within each prompt, then over prompts. Entries in [-1, 1], symmetric, unit diagonal, positive
-    semi-definite. `mode="flattened"` concatenates all tokens of a prompt and takes the cosine of these vectors. This is
-    a mean weighted by norms, so an attention sink token dominates it. Unchanged by a rotation common to all layers and
-    by positive scaling of a layer. In mode "token" also unchanged by positive scaling of single tokens.
+    The mean is over the tokens of each prompt, then over prompts. Entries in [-1, 1], symmetric, unit diagonal,
+    positive semi-definite. `mode="flattened"` concatenates all tokens of a prompt and takes the cosine of these
+    vectors. This is a mean weighted by norms, so an attention sink token dominates it. Unchanged by a rotation common
+    to all layers and by positive scaling of a layer. In mode "token" also unchanged by positive scaling of single
+    tokens.
 
-    Source: Sun et al., arXiv 2407.09298. Their notebook has `mode="flattened"` without a mask, in batches of 8.
+    Source: Sun et al., arXiv 2407.09298. Their notebook uses `mode="flattened"` without a mask, in batches of 8.
 
     Raises:
         ValueError: a prompt without a real token (all NaN with `undefined="nan"`). A layer with a state that is zero or
@@ -374,14 +375,15 @@ def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, 
         raise ValueError(f"linear CKA with debiased={debiased} needs at least {least} rows, got {m}")
     plain = inner.diagonal(dim1=-2, dim2=-1)
     if debiased:
-        # HSIC_1(K, M) = [tr(KM) + 1'K1 1'M1 / ((m-1)(m-2)) - 2 / (m-2) 1'KM1] / (m (m-3)), K and M without diagonals.
-        # The constant factor cancels in the ratio. With centred columns each row of XX' sums to 0. So each row of K
-        # sums to minus the diagonal entry of XX', and K need not be formed.
+        # HSIC_1(K, M) = [tr(KM) + 1'K1 1'M1 / ((m-1)(m-2)) - 2 / (m-2) 1'KM1] / (m (m-3)). K and M are the Gram
+        # matrices XX' of two layers with diagonals set to 0. The constant factor cancels in the ratio. With centred
+        # columns each row of XX' sums to 0. So each row of K sums to minus the diagonal entry of XX', and K need not be
+        # formed.
         products, total = squares @ squares.mT, squares.sum(-1)
         totals = total[..., None] * total[..., None, :] / ((m - 1) * (m - 2))
         inner = inner - products + totals - 2 / (m - 2) * products
     scale = inner.diagonal(dim1=-2, dim2=-1)
-    # The debiased HSIC of rows at equal distances is 0 up to rounding.
+    # Compare with `plain` and not with 0: the debiased HSIC of rows at equal distances is 0 only up to rounding.
     flat = scale <= 1e-13 * plain
     scale = scale.masked_fill(flat, 1.0).sqrt()
     return inner / (scale[..., None] * scale[..., None, :]), flat

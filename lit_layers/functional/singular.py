@@ -13,15 +13,17 @@ from torch import Tensor
 
 from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 
-# An eigenvalue of a Gram matrix has an error of about EPS = 2.2e-16 times the largest eigenvalue. Its root, a singular
-# value at s times the largest one, then has an error of EPS / 2s of the largest. Measured: below 2e-13 if the spectrum
-# falls gradually to 1.7e-4, and up to 6e-12 if half of 1,000 values lie there and the others at 1.
-_MIN_SHARE = 3e-8  # of the largest eigenvalue
-# In entropies and ranks the weight of a singular value s is s or s^2, so small values matter less. An error EPS / 2s of
-# s changes the entropy of n values by less than n EPS / 2s log(1 / s). Measured on states of language models: below
-# 4e-11.
+# If an eigenvalue of a Gram matrix is below this share of the largest eigenvalue, its root is not accurate enough and a
+# singular value decomposition is used. Eigenvalues have an error of about EPS = 2.2e-16 times the largest one. The root
+# of an eigenvalue, a singular value at s times the largest one, then has an error of EPS / 2s of the largest one. The
+# measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12 if half of 1,000
+# values are at s = 1.7e-4 and the others at 1.
+_MIN_SHARE = 3e-8
+# The same share for entropies and ranks can be lower. There a singular value s has the weight s or s^2, so errors of
+# small values change the result little: an error of EPS / 2s changes the entropy of n values by less than
+# n EPS / 2s log(1 / s). On states of language models, the measured error of the entropy is below 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
-_MIN_TRACE = 1e-200  # below this, squares of small values underflow
+_MIN_TRACE = 1e-200  # a Gram matrix with a smaller trace is not used, because squares of small values underflow
 
 
 def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: float = _MIN_SHARE) -> Tensor:
@@ -29,14 +31,14 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: floa
 
     They are the roots of the eigenvalues of the smaller Gram matrix, which takes half the time of a singular value
     decomposition on a CPU. Errors are below 2e-13 of the largest value, or 6e-12 if many values are near the limit of
-    `min_share`. A matrix with smaller eigenvalues gets a singular value decomposition instead.
+    `min_share`. A matrix with eigenvalues below this limit gets a singular value decomposition instead.
 
     Args:
         rows: The matrices.
-        rank: Upper bound of the rank of each matrix, (*n); all further values are 0.
-        min_share: Smallest eigenvalue, as a share of the largest, that is accurate enough.
+        rank: Upper bound of the rank of each matrix, (*n); the singular values after this number are set to 0.
+        min_share: Smallest eigenvalue, as a share of the largest, whose root is accurate enough.
     """
-    # On a GPU an SVD takes even longer in comparison, because it decomposes one matrix after another.
+    # On a GPU an SVD is slower still than eigenvalues, because it decomposes one matrix after another.
     wide = rows.detach() if rows.shape[-2] <= rows.shape[-1] else rows.detach().mT
     if not wide.numel():
         return wide.new_zeros(wide.shape[:-1])
@@ -72,8 +74,9 @@ def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size
 
 # Leading singular vectors.
 
-# Squaring halves the digits: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap. That is
-# enough except for tiny singular values. The code does not rely on this estimate: it measures errors on J itself.
+# Squaring halves the digits: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap, with s_1
+# the largest singular value. That is accurate enough unless the singular value s is tiny. The code does not rely on
+# this estimate: it measures the errors on J itself.
 MIN_DIM = 64  # narrower matrices get a full decomposition, which takes the same time
 # Up to the width NARROW, a full decomposition takes only twice the time. It replaces results whose bound exceeds TIGHT.
 NARROW = 256
@@ -84,9 +87,9 @@ EPS = torch.finfo(torch.float64).eps
 class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
 
-    `bounds` (.., count) bound the error of `miscoupling` with p = 2 in the bases of these matrices, for K = 1, 2, ..
-    and any other matrix. The error is the difference from the value with exact singular vectors. The bounds are
-    infinite if a tie leaves the vectors undetermined.
+    `bounds` (.., count) bound the error of `miscoupling(j1, j2, k=K, p=2)` for K = 1, 2, .. count, with a matrix of
+    these as `j2` and any matrix as `j1`. The error is the difference from the value with exact singular vectors. The
+    bounds are infinite if a tie leaves the vectors undetermined.
     """
 
     left: Tensor
@@ -98,11 +101,12 @@ class Factors(NamedTuple):
 def singular_factors(
     matrices: Float[Tensor, "*n dim dim"], count: int | None = None, *, tolerance: float = 1e-3
 ) -> Factors:
-    """Return the leading `count` singular triples (None: all), with `bounds` of at most `tolerance` if float64 allows.
+    """Return the leading `count` singular triples, or all if it is None, with error bounds.
 
-    For dim >= 64 and count up to a third of dim, they come from the leading eigenvectors of J'J in float64. All other
-    matrices get a full singular value decomposition in float64. So do matrices whose bound exceeds `tolerance`, or 1e-6
-    if dim is at most 256 (ties, tiny singular values). The same input gives the same output.
+    `bounds` are at most `tolerance` if float64 allows. For dim >= 64 and count up to a third of dim, the triples come
+    from the leading eigenvectors of J'J in float64, with J a matrix. All other matrices get a full singular value
+    decomposition in float64. So do matrices with ties or tiny singular values, if their bound exceeds `tolerance`, or
+    the smaller of `tolerance` and 1e-6 if dim is at most 256. The same input gives the same output.
 
     The relative error of `values` is below `tolerance`^2 and not part of `bounds`. Vectors are in float64 for dim <=
     512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot reach. Otherwise they are in
@@ -120,7 +124,7 @@ def singular_factors(
     count = count or dim
     flat = matrices.reshape(-1, dim, dim)
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
-    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # of both bases and the values
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # bound of the rounding of both bases and of the values
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
     # A batch takes about 2 GB. On a CPU, leading eigenvectors gain nothing from batches larger than the cache, so it is
     # 1 MB or one large matrix.

@@ -24,7 +24,7 @@ from lit_layers.functional.singular import eigenvalues, products
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
 
-MIN_RANKS = 3  # to fit a slope
+MIN_RANKS = 3  # smallest number of ranks for the fit of a slope
 _EPS = torch.finfo(torch.float64).eps
 # Error of a distance relative to the norms of its points. The root of a difference of squares has only half the digits.
 _DIST_EPS = 8 * _EPS**0.5
@@ -73,7 +73,7 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
 
     Above 0. Let mu = r2 / r1 be the ratio of these distances for each point, and F its empirical distribution function.
     The value is the slope of the line through the origin of -log(1 - F(mu)) against log mu. The largest `discarded`
-    share of mu is left out. Points that are equal up to rounding count once. Unchanged by rotation, translation,
+    share of mu is left out. Points that are equal up to rounding are one point. Unchanged by rotation, translation,
     scaling and the order of points. In high dimension the value is too low, especially for few points: compare only
     sets with equally many points.
 
@@ -118,7 +118,10 @@ def merged_distances(
 
 
 def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float = 0.1) -> Tensor:
-    """Return `two_nn_dimension` from distances of different points; NaN for fewer than 3 points or only ratios of 1."""
+    """Return `two_nn_dimension` from the distances between different points.
+
+    NaN for fewer than 3 points, or if the two nearest neighbours of every point are equally far away.
+    """
     if len(dist) < 3:
         return dist.new_full((), math.nan)
     nearest = dist.topk(2, largest=False).values

@@ -1,8 +1,9 @@
 """The paths of single tokens through the layers: straightness, growth, step lengths. All computed in float64.
 
 Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. There
-is no mask argument: select the real tokens first, `states[:, mask]`. Metrics of non-finite states are undefined, as in
-the cases that each function names. `PathStats` computes the same metrics from states that arrive one layer at a time.
+is no mask argument: select the real tokens first, `states[:, mask]`. Metrics of non-finite states are undefined, like
+those in the cases that each function names. `PathStats` computes the same metrics from states that arrive one layer at
+a time.
 """
 
 from collections.abc import Iterable
@@ -52,10 +53,10 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
 
 
 def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-    """Return the growth rates log(|x^l| / |x^(l-1)|) of the norm for l = 1..L, any real numbers.
+    """Return the growth rate log(|x^l| / |x^(l-1)|) of the norm at each block l = 1..L.
 
-    Their mean is (log|x^L| - log|x^0|) / L. Unchanged by rotation and scaling. Reversing the path flips their signs and
-    their order.
+    A rate may be any real number. The mean of the rates is (log|x^L| - log|x^0|) / L. Unchanged by rotation and
+    scaling. Reversing the path reverses the signs and the order of the rates.
 
     Source: Aubry et al., arXiv 2407.07810, section 3.3.
 
@@ -67,12 +68,12 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
 
 
 def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
-    """Return how far the norms are from growing by one factor per block.
+    """Return how far the norms are from growing by the same factor in every block.
 
     This is the standard deviation of the growth rates divided by |their mean|. Range [0, inf): 0 if and only if all
     rates are equal and not 0. If no rate is negative, the maximum is sqrt(L - 1), reached if all growth is in one
     block. The value is large if the last norm is near the first one, so report the median over tokens in addition to
-    the mean. Unchanged by rotation, positive scaling, reversing the path and raising all norms to one power. It is
+    the mean. Unchanged by rotation, positive scaling, reversing the path and raising all norms to the same power. It is
     changed by translation.
 
     Source: Aubry et al., arXiv 2407.07810, section 3.3. We do not square the ratio.
@@ -192,9 +193,10 @@ class PathStats:
 
 
 def _not_finite(states: Tensor, norms: PerToken) -> Tensor:
-    """Return which states are not finite.
+    """Return a mask of the states that are not finite.
 
-    For types narrower than float64 the norm shows it. In float64 the norm of finite values can overflow.
+    For types narrower than float64, a state is finite if its norm is. In float64 the norm of a finite state can
+    overflow, so the entries are checked.
     """
     return ~(norms.isfinite() if states.dtype != torch.float64 else states.isfinite().all(-1).to(norms.device))
 

@@ -1,1 +1,1 @@
-"""When a curve over training steps emerges: verdict and times, from curves drawn from a posterior given its values."""
+"""Whether and when a curve over training steps emerges, from curves drawn from the posterior given its values."""

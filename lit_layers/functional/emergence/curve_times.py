@@ -1,8 +1,8 @@
 """When a curve over training steps emerges: verdict, onset, half-way point, peak and plateau.
 
 All in float64. Times lie on a continuous axis of steps. The curve is not known between two checkpoints, and the
-intervals include this uncertainty. docs/emergence_accuracy.md measures how often the intervals hold, and how often a
-flat curve is reported to emerge.
+intervals include this uncertainty. docs/emergence_accuracy.md measures how often the intervals contain the true time,
+and how often a flat curve is reported to emerge.
 """
 
 import functools
@@ -19,23 +19,23 @@ from lit_layers.functional.emergence.drawn_curves import draw_curves, mean_curve
 
 Array = NDArray[np.floating[Any]]
 
-# Memory grows with the square of the number of checkpoints: 1,000 take a minute and 5 GB. 10,000 would take hours and
-# 500 GB.
+# Limits of the number of checkpoints with a value. Memory grows with the square of this number: 1,000 checkpoints take
+# a minute and 5 GB, 10,000 would take hours and 500 GB.
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
-GRID = 300  # most points of a drawn curve, unless 2 per interval are more
-RETURNED = 0.25  # share of the whole change: a curve that ends this near to its first level has come back
+GRID = 300  # largest number of points of a drawn curve; there are at least 2 per interval between checkpoints
+RETURNED = 0.25  # a curve that keeps at most this share of its largest change does not emerge
 # A drawn curve shows its last level if it stays there for at least SEEN times the time from its half-way point to that
 # level. The level counts as not reached if more than the share OFTEN of the drawn curves do not show it.
 SEEN, OFTEN = 0.6, 0.1
 # A drawn curve jumps between two checkpoints if each neighbouring interval has at most JUMP times the change between
 # them.
 JUMP = 0.15
-FLAT_CURVES = 999  # for each kind of noise
+FLAT_CURVES = 999  # number of simulated flat curves for each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
-CLIPPED = 3.0  # in standard errors: limit of a deviation, if errors are known
-# The variance of each checkpoint is rough if there are few replicates. It is averaged with the mean variance of all
-# checkpoints, which counts as PRIOR_ROWS replicates.
+CLIPPED = 3.0  # if errors are known, deviations larger than this many standard errors are clipped to it
+# The variance of each checkpoint is inaccurate if there are few replicates. It is averaged with the mean variance of
+# all checkpoints, which has the weight of PRIOR_ROWS replicates.
 PRIOR_ROWS = 4
 DRAWS = 1000
 
@@ -50,11 +50,12 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class EmergenceTimes:
-    """When a curve changes; see `emergence_times`.
+    """Whether and when a curve changes; see `emergence_times`.
 
-    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. A curve that returns to its first level
-    `changes` but does not emerge. `before` is True if the curve already changes at its first checkpoint, `not_yet` if
-    it still changes at its last. `num_checkpoints` counts the checkpoints with a value, `num_gaps` those without.
+    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. If a curve returns to its first level,
+    `changes` is True but `emerges` is False. `before` is True if the curve may already be changing at its first
+    checkpoint, `not_yet` if it may still be changing at its last checkpoint. `num_checkpoints` is the number of
+    checkpoints with a value, `num_gaps` the number of checkpoints without a value.
     `halfway_draws` (draws,) are the half-way points of the drawn curves in steps, empty if the curve is flat.
     """
 
@@ -90,18 +91,18 @@ def emergence_times(
     confidence: float = 0.95,
     seed: int | Sequence[int] = 0,
 ) -> EmergenceTimes:
-    """Return when a curve over steps changes, or that it does not.
+    """Return whether a curve over steps changes, and if so, when.
 
     **Verdict.** The hypothesis "the curve is flat" is tested at level 1 - `confidence`.
 
     With replicates, the test is Student's t over replicates, combined over contrasts by the union bound. Each split
     into earlier and later checkpoints is a contrast, and so is each checkpoint against all others. Contrasts without
-    spread over replicates have no t and are left out. If none has a t, p is 0.
+    spread over replicates have no t and are left out. If all contrasts are left out, p is 0.
 
     Without replicates, the curve is ranked among 999 flat curves with each of eight kinds of noise. These are AR(1)
-    with lag-1 correlation 0, .3, .7 or .9, and with normal or t3 shocks. The largest p counts; it is at least 0.001.
-    The statistics are those of `_change_statistics`. A curve that wanders more than its errors explain is also not
-    flat. Its intervals are then wide.
+    with lag-1 correlation 0, .3, .7 or .9, and with normal or t3 shocks. The largest of the eight p-values is used. It
+    is at least 0.001. The statistics are those of `_change_statistics`. A curve that wanders more than its errors
+    explain is also not flat. Its intervals are then wide.
 
     **Times.** They are the times of curves drawn from Gaussian processes given the values. The kernels are Matern 3/2
     and 5/2 over a grid of length scales and heights. No, one or two jumps in level, called steps here, are added to a
@@ -112,8 +113,8 @@ def emergence_times(
 
     - peak: where (f - f_0) / C is largest. On a plateau that may be anywhere, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.
-    - onset: where it last passes 0.1 before `halfway`.
-    - plateau: from where on f stays within 0.1 |C| of its last value.
+    - onset: where (f - f_0) / C last passes 0.1 before `halfway`.
+    - plateau: the time after which f stays within 0.1 |C| of its last value.
 
     Values are medians over draws, intervals are quantiles of the draws. A draw jumps between two checkpoints if it
     changes at most 0.15 times as much in each neighbouring interval. Its times between these checkpoints are then moved
@@ -121,17 +122,18 @@ def emergence_times(
 
     A curve changes, but does not emerge, if the median over draws of its last (f - f_0) / C is at most 1/4.
 
-    `not_yet`: the curve may still change at its last checkpoint. In more than a tenth of the draws, f stays at its last
-    level (within 0.1 |C|) for less than 0.6 of the time from its half-way point to that level. The time of the plateau
-    is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the draws, C is not known yet. The
-    time of the peak is then infinite, and the intervals of onset and half-way point have no upper end.
+    `not_yet` is True if the curve may still be changing at its last checkpoint. This is so if, in more than a tenth of
+    the draws, f stays at its last level (within 0.1 |C|) for less than 0.6 of the time from its half-way point to that
+    level. The time of the plateau is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the
+    draws, C is not known yet. The time of the peak is then infinite, and the intervals of onset and half-way point have
+    no upper end.
 
-    `before`: the same at the first checkpoint, unless that is step 0. In more than a tenth of the draws, f stays at its
-    first level for less than 0.6 of the time from onset to half-way point. The onset is then 0, and the intervals of
-    onset, half-way point and plateau begin at 0.
+    `before` is True if the curve may already be changing at its first checkpoint and this is not step 0. This is so if,
+    in more than a tenth of the draws, f stays at its first level for less than 0.6 of the time from onset to half-way
+    point. The onset is then 0, and the intervals of onset, half-way point and plateau begin at 0.
 
     Args:
-        steps: Increasing numbers, 0 or more: optimizer steps or tokens, (checkpoints,).
+        steps: Optimizer steps or tokens: increasing numbers that are not negative, (checkpoints,).
         values: The curve, (checkpoints,); NaN for a missing value.
         stderr: Standard error of each value, (checkpoints,). The intervals cover the same source of uncertainty as
             these errors, for example prompts or seeds. An error of 0 next to positive ones (an accuracy of 0 or 1) is
@@ -139,9 +141,10 @@ def emergence_times(
         replicates: Copies of the curve whose mean is `values`, one row per prompt, test row or seed,
             (replicates, checkpoints). Pass them instead of `stderr` if errors may be correlated between checkpoints. A
             row with NaN where the curve has a value is left out.
-        counts: How often each draw contains each replicate, (1000, replicates), from `bootstrap_counts`. Curves of the
-            same prompts with the same counts can be compared draw by draw: `halfway_draws` then follow the half-way
-            points of the bootstrap samples (`coupled_draws`). Each curve needs a different seed.
+        counts: How often each of 1000 bootstrap samples contains each replicate, (1000, replicates), from
+            `bootstrap_counts`. Curves of the same prompts with the same counts can be compared draw by draw, because
+            their `halfway_draws` follow the half-way points of the same bootstrap samples (`coupled_draws`). Each curve
+            needs a different seed.
         confidence: Level of the intervals and of the verdict.
         seed: Seed of the draws; the same input gives the same numbers.
 
@@ -160,7 +163,7 @@ def emergence_times(
     at = np.searchsorted(grid, curve.x)
     drawn = draw_curves(curve.x, curve.y, curve.noises(), grid, DRAWS, rng)
     onset, half, peak, settled, ended = _landmarks(drawn, grid, at)
-    # The landmarks of the reversed curve: its onset is the time when the curve reaches its last level.
+    # Compute the landmarks of the reversed curve: its onset is the time when the curve reaches its last level.
     reached, late_half, *_ = _landmarks(drawn[:, ::-1], grid[-1] - grid[::-1], len(grid) - 1 - at[::-1])
     before = bool(curve.x[0] > 0 and (onset - grid[0] < SEEN * (half - onset)).mean() > OFTEN)
     not_yet = bool((reached < SEEN * (late_half - reached)).mean() > OFTEN)
@@ -172,7 +175,7 @@ def emergence_times(
         times |= {name: times[name]._replace(low=0.0) for name in ("onset", "halfway", "plateau")}
     if not_yet:
         times["plateau"] = times["plateau"]._replace(value=np.inf, high=np.inf)
-    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # C may still grow
+    if not_yet and (ended > 1 - EDGE).mean() > OFTEN:  # the largest change may still grow
         times["peak"] = times["peak"]._replace(value=np.inf)
         times |= {name: times[name]._replace(high=np.inf) for name in ("onset", "halfway", "peak")}
     if resampled is not None:
@@ -186,7 +189,7 @@ def emergence_times(
 class _Curve:
     """Checked values on the axis log2(1 + step), and the covariance of their errors (None if unknown).
 
-    `y`, `covariance` and `rows` are scaled by one power of 2.
+    `y` and `rows` are scaled by the same power of 2, and `covariance` is that of the scaled values.
     """
 
     x: Array
@@ -254,11 +257,11 @@ class _Curve:
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
-        """Return the covariance of the errors as a list of one; several candidates if it is unknown."""
+        """Return a list of the covariance of the errors, or, if it is unknown, of several candidates for it."""
         if self.covariance is not None:
             return [self.covariance]
-        # Second differences overestimate the noise of a rough curve and underestimate correlated noise. A range of
-        # factors lets the evidence decide.
+        # Second differences overestimate the noise of a rough curve and underestimate correlated noise. The estimate is
+        # therefore multiplied by several factors, and the evidence of the models decides between them.
         return [_robust_noise(self.y) * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0)]
 
     def p_value(self, rng: np.random.Generator) -> float:
@@ -268,13 +271,15 @@ class _Curve:
         if self.rows is not None:
             return _t_test(self.rows)
         variance = np.ones(len(self.y)) if self.covariance is None else np.diag(self.covariance)
-        if not variance.any():  # the values differ and are exact
+        if not variance.any():  # the values differ and have no errors, so the curve is not flat
             return 0.0
-        # The kind of noise is unknown, so the curve must stand out among flat curves of every kind.
+        # The kind of noise is unknown, so the curve must stand out among flat curves with each kind of noise.
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """Return the share of curves, this one and `flat`, that stand out at least as much as this one.
+        """Return the p-value of this curve: the share of all curves that look at least as little flat as this one.
+
+        All curves are this one and the simulated flat curves in `flat`.
 
         The test statistic is the smallest rank over all statistics. It is computed in the same way for every curve,
         which makes the p-value valid although several statistics are tried.
@@ -296,7 +301,10 @@ def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
 
 
 def _t_test(rows: Array) -> float:
-    """Return the p-value of Student's t over rows, for each split and each checkpoint against the others."""
+    """Return the p-value of Student's t over rows, combined by the union bound over contrasts.
+
+    The contrasts are each split into earlier and later checkpoints, and each checkpoint against all others.
+    """
     count, n = rows.shape
     early = np.tri(n, n, -1)[1:]  # row s: 1 at the first s + 1 checkpoints
     contrasts = np.concatenate([early, np.eye(n)])
@@ -327,7 +335,7 @@ def _gains(curves: Array, weight: Array) -> Array:
 
 @functools.lru_cache(maxsize=4)
 def _flat_noise(checkpoints: int) -> list[Array]:
-    """Return noise of unit variance, (curves, checkpoints) for each kind.
+    """Return simulated noise of unit variance: an array (curves, checkpoints) for each kind of noise.
 
     The kinds are AR(1) with each of `CORRELATIONS`, with normal shocks and with Student's t shocks of 3 degrees of
     freedom.
@@ -344,7 +352,7 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
     The gain of the best split is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its residuals.
-    Correlated residuals count as fewer independent ones.
+    Correlated residuals contain less information than independent ones.
 
     With known errors, the second statistic is the sum of squared deviations from the mean, each clipped. Without them,
     the gain is divided by an estimate of the noise: from the residuals of the split, or from differences of
@@ -357,7 +365,7 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
         mean = (side * weight * curves).sum(1) / (side * weight).sum(1)
         residuals += side * (curves - mean[:, None]) * np.sqrt(weight)
     rest = (residuals**2).sum(1)
-    # A perfect split leaves only rounding in `rest`. Without this limit, gain / rest would depend on it.
+    # A perfect split leaves only rounding errors in `rest`. Without this limit, gain / rest would depend on them.
     rest = np.maximum(rest, 1e-12 * (gain + rest))
     independent = _independent((residuals[:, 1:] * residuals[:, :-1]).sum(1) / rest)
     if known:
@@ -370,7 +378,7 @@ def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
 
 
 def _independent(correlation: Array) -> Array:
-    """Return how many independent values one value of an AR(1) series with this lag-1 correlation r counts for.
+    """Return the number of independent values that one value of an AR(1) series with lag-1 correlation r is worth.
 
     The mean of n values of such a series with variance 1 has a variance of about (1 + r) / (1 - r) / n.
     """
@@ -392,12 +400,12 @@ def _levels(confidence: float) -> Array:
 
 
 def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
-    """Return the times (draws,) of curves, moved to a random position between two checkpoints if the curve jumps there.
+    """Return times (draws,) of drawn curves, after moving those at which a curve jumps.
 
-    A curve jumps if it changes far more between two checkpoints than in the neighbouring intervals. The `values` at
-    checkpoints (draws, checkpoints) do not determine where in the interval it jumps. A drawn step with some width never
-    lies near the ends of the interval, because it would change the values there. Without this function, the times would
-    therefore avoid the ends.
+    They are moved to a random position between the two checkpoints of the jump. A curve jumps if it changes far more
+    between two checkpoints than in the neighbouring intervals. The `values` (draws, checkpoints) do not determine where
+    between the checkpoints it jumps. A drawn step with some width never lies near one of the checkpoints, because it
+    would change the value there. Without this function, the times would therefore avoid the checkpoints.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
     share, found = rng.random(len(values)), []
@@ -409,7 +417,10 @@ def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.rando
 
 
 def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
-    """Return onset, halfway, peak and plateau of each curve on the axis of `grid`, and its end value, each (draws,)."""
+    """Return onset, half-way point, peak and plateau of each curve on the axis of `grid`, and its end, each (draws,).
+
+    The end is the change from the first to the last point, divided by the largest change C.
+    """
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
     # C is the largest change at a checkpoint. Between checkpoints drawn curves overshoot, most in wide intervals.
@@ -420,7 +431,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     peak = risen.argmax(1)
 
     def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the index after the last grid point, up to `before`, at which the curve is below a level."""
+        """Return the index that follows the last grid point at which the curve is below a level, up to `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
@@ -473,14 +484,14 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
 def centered(rows: Array) -> Array:
     """Return the rows minus their means over checkpoints, and minus the mean of all rows.
 
-    A constant added to a row changes no time, so it must not count as an error of the curve's shape.
+    A constant that is added to a row changes no time, so the errors of the curve must not include it.
     """
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)
 
 
 def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
-    """Return which replicates have a value at every checkpoint where the curve has one, and their values."""
+    """Return which replicates have a value at every checkpoint where the curve has one, and the values of these."""
     rows = np.asarray(replicates, dtype=np.float64)[:, valid]
     whole: Any = np.isfinite(rows).all(1)
     rows = rows[whole]
@@ -490,7 +501,7 @@ def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray
 
 
 def covariance_of_mean(rows: Array, x: Array) -> Array:
-    """Return the covariance of the mean of `rows`, after each row loses its mean over checkpoints.
+    """Return the covariance of the mean of `rows`, after the mean over checkpoints is subtracted from each row.
 
     A few rows hardly determine the correlations of errors at n checkpoints. Their correlation matrix is therefore
     averaged with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as under an inverse Wishart prior.

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from scipy.linalg.lapack import dtrtri, dtrtrs
 
 Array = NDArray[np.floating[Any]]
-# Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence
-# soon only one model has any weight, and its intervals are too narrow.
+# Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence,
+# often a single model has nearly all of the weight, and its intervals are too narrow.
 TEMPER = 0.9
 # `mean_curves` uses processes with more than the share RARE of the weight, and at most MOST_PAIRS pairs of steps.
 RARE, MOST_PAIRS = 5e-3, 100
@@ -37,11 +37,11 @@ SPLITS = 2  # rounds of splitting the likeliest steps
 # `_two_steps` tries TRIED steps in each round with every other step. It keeps pairs whose log-evidence is at most
 # LIKELY below that of the best pair, and at most MAX_DOUBLES pairs.
 TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
-BATCH = 2**17  # most entries of an array in one batch: 1 MB
-# Grid of steps before the first split: number of locations, and widths as shares of the axis.
+BATCH = 2**17  # largest number of entries of an array in one batch: 1 MB
+# Grid of steps before the first split: number of locations, and the widths as shares of the axis's length.
 LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
 SPLIT = 12  # number of steps of each shape that a round splits
-DECIMALS = 6  # of a log-evidence: smaller differences are rounding
+DECIMALS = 6  # log-evidences are compared after rounding to this many decimals: smaller differences are rounding errors
 
 
 def _no_step(u: Array) -> Array:
@@ -151,7 +151,10 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Return nine pairs for each pair, by splitting its step `side` (0 or 1); the new step comes second."""
+        """Return nine pairs for each pair, by splitting its step `side` (0 or 1).
+
+        In the new pairs, the part of the split step comes second.
+        """
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
@@ -399,7 +402,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
     evidence += constant[..., None] + processes.base_evidence(white)[:, None]
     weight = _weights(evidence, pairs)
-    # Multiply every term by the weight of its model. All sums over models below are then weighted means.
+    # Multiply every term by the weight of its model. The sums over models below are then weighted means.
     along *= np.tile(weight, (1, 2, 1))
     # Directions are d / sqrt(2 diag), so 2 direction (direction'r) = d (d'r) / diag is the mean of a step given r.
     left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
@@ -465,8 +468,8 @@ def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.i
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
     """Return the likeliest pairs of two steps.
 
-    The likeliest single steps are tried with every step. Then the steps that did best with one of them are tried in the
-    same way. `score` is the evidence of each single step.
+    In the first round, each of the likeliest single steps is paired with every step. In the second round, the same
+    is done with further steps, those of the likeliest of these pairs. `score` is the evidence of each single step.
     """
     every, tried = np.arange(len(steps.shape)), steps.shape == 0
     firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
@@ -498,7 +501,7 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
     Half of the weight follows the evidence of all models, half that of models with at most one step. Two smooth steps
     explain almost everything, so that the process has almost no variance. Such a model is too certain of the peak
     between its steps, whose true shape is unknown. A process with at most one step wanders where a curve with two steps
-    is flat. Neither is exactly right for a training curve, so both count.
+    is flat. Neither is exactly right for a training curve, so both get half of the weight.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None

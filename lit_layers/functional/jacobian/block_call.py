@@ -23,13 +23,13 @@ SHARED = ("position_bias",)
 
 
 class Unsupported(Exception):
-    """The block does something that the fast route cannot handle; the message says what."""
+    """Raised if a block does something that the fast route (see `block_jacobians.py`) cannot handle; it says what."""
 
 
 class Alignment(NamedTuple):
-    """Converts a batch with padding before its texts to one with padding after them, and converts results back.
+    """Moves padding of a batch from before its texts to after them, and moves the tokens of results back.
 
-    Padding of the aligned batch is a copy of the text's first token. In a restored result, padding before a text has
+    In the aligned batch, padding is a copy of the text's first token. In a restored result, padding before a text has
     the value of the first token, and padding after a text has the value of the last token.
     """
 
@@ -75,9 +75,10 @@ class Call(NamedTuple):
         return output[0] if isinstance(output, tuple | list) else output
 
     def select(self, prompts: Tensor, pos: Tensor | None, shape: tuple[int, ...]) -> "Call":
-        """Return the call, without caches, that treats each token at (prompts, pos) as a prompt of one token.
+        """Return the call for single tokens: each token at (prompts, pos) is a prompt of one token.
 
-        If `pos` is None, it takes the whole prompts with the indices `prompts`.
+        If `pos` is None, return the call for the whole prompts with the indices `prompts`. Key-value caches are removed
+        from the arguments. `shape` is (batch, tokens) of the original call.
         """
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if name in _CACHES or is_cache(value) else value for name, value in self.kwargs.items()}
@@ -85,15 +86,15 @@ class Call(NamedTuple):
 
 
 def is_cache(value: Any) -> bool:
-    # Compare names, so that blocks of timm do not import transformers.
+    # Compare class names instead of using isinstance, so that blocks of timm do not import transformers.
     return any(base.__name__ == "Cache" for base in type(value).__mro__)
 
 
 def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
     """Return the module of a block with the arguments of its call, as a `Call`.
 
-    Return None if the block is no module, or if it has hooks of the user. A hook may depend on all tokens of the call,
-    so its result could be wrong for single tokens.
+    Return None if the block is not a module, or if the user has added hooks to it. A hook may depend on all tokens of
+    the call, so its result could be wrong for single tokens.
     """
     if has_hooks(getattr(block, "module", block)):
         return None
@@ -109,7 +110,7 @@ def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
 
 
 def has_hooks(module: Any) -> bool:
-    """Return whether a module or one of its submodules has a forward hook of the user."""
+    """Return whether a module or one of its submodules has a forward hook that the user added."""
     return isinstance(module, nn.Module) and any(map(is_hooked, module.modules()))
 
 
@@ -262,7 +263,7 @@ class Attention:
     key: Tensor
     value: Tensor
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, positions -> p, w (picked, heads, tokens)
-    matmuls: tuple[int, int] | None  # numbers of the products for scores and output; None if fused
+    matmuls: tuple[int, int] | None  # which of the block's products give scores and output; None if fused
     pattern: Callable[[int], Tensor]  # prompt index -> p of all its tokens, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
@@ -346,13 +347,13 @@ def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attent
 
 
 class Done(Exception):
-    """Stops a block whose remaining computation is not needed."""
+    """Raised to stop a block whose remaining computation is not needed."""
 
 
 class _Calls(TorchFunctionMode):
     """Passes each torch function that a block calls to `handle`, also those inside torch's attention module."""
 
-    module_kwargs: ClassVar[dict[str, Any]] = {}  # replace arguments of torch's attention module
+    module_kwargs: ClassVar[dict[str, Any]] = {}  # arguments of torch's attention module to replace
 
     def __init__(self) -> None:
         super().__init__()

@@ -159,16 +159,16 @@ def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Rou
 
 
 def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return Jacobians by the fast route; check them once against the block's own derivative.
+    """Return Jacobians by the fast route, after a check against the block's own derivative.
 
-    The check is repeated for new weights, layouts of the inputs or positions.
+    The check is skipped if the same weights, layout of the inputs and positions have passed it before.
     """
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
     # Pairs of different tokens take another code path, and the route may be right at one position and wrong at another.
-    # So the key also holds the positions.
+    # So the key of the stored checks includes the positions.
     layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()))
-    # A branch whose weights are still zero passes any check, so the check is repeated when weights change.
+    # Jacobians of a branch whose weights are still zero pass any check, so the check is repeated when weights change.
     weights = _weights_of(call.module)
     checked, reason = checks.get(layout, (None, ""))
     if checked == weights and reason:
@@ -177,7 +177,8 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
         jacobians = _jacobians_of_tokens(call, hidden, outs, ins)
         if checked != weights:
             error = _disagreement(call, hidden, outs, ins, jacobians)
-            # Some float64 models compute RMSNorm or rotary tables in float32: hence 1e-6 and not 1e-12.
+            # The tolerance in float64 is 1e-6 and not 1e-12, because some models compute RMSNorm or rotary tables in
+            # float32.
             tolerance = 1e-4 if hidden.dtype == torch.float32 else 1e-6
             if math.isnan(error):
                 return jacobians  # the model has diverged: no check is possible
@@ -250,14 +251,15 @@ def exact_arithmetic(device: torch.device) -> Generator[None, None, None]:
 # tokens, and its attention is replaced by a first-order expansion around the whole prompt. Value and derivative of the
 # expansion are exact at that point, so the Jacobian is exact. Parallel and post-norm blocks need no special case.
 
-_ROWS = 2048  # cotangents in a chunk: measured best at dim 128 and 768 on CPU
+_ROWS = 2048  # most tokens, or cotangents, in a chunk: the fastest number measured at dim 128 and 768 on CPU
 
 
 def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return the Jacobians of `jacobians_by_reverse_mode` by the fast route.
+    """Return what `jacobians_by_reverse_mode` returns, computed by the fast route.
 
     Raises:
-        Unsupported: the block has no attention of a known kind, or treats a token called by itself in another way.
+        Unsupported: the block has no attention of a known kind, or its result for a token differs if it is called on
+            this token alone.
     """
     _, tokens, dim = hidden.shape
     with torch.no_grad(), evaluating(call.module):
@@ -281,10 +283,10 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Compares random combinations of rows, probe' J, for each input token. Errors are relative to the residual branch
-    without its skip, because a small branch must also be right. The error that rounding of the skip explains is
-    subtracted. The cost is one forward pass on the first prompt, and one backward pass each for its first and last
-    output token. NaN if the block's own derivative is not finite.
+    Compares random combinations of rows, probe' J, for each input token. The Jacobian of the residual branch without
+    its skip must also be right if it is small, so errors are relative to its size. The error that rounding of the skip
+    explains is subtracted before. The cost is one forward pass on the first prompt, and one backward pass each for its
+    first and last output token. NaN if the block's own derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)

@@ -8,10 +8,10 @@ input x be leaf z_0. Node n computes z_n = W_n u_n + b_n from u_n = f_n(z_0, ...
 
 Reverse mode carries cotangents G_n = d(output)/dz_n from the last node to the first: G_m += (G_n W_n) D_nm. Most D_nm
 are diagonal (an activation, a residual sum), so that multiplying by them takes one multiplication per entry. Autograd
-applies the others (a norm). A linear map that ends the block has G_n = 1, and its product is its weight. Attention is
-no linear map. Its Jacobian J (see `block_call`) is first multiplied by the maps W that compute its queries, keys and
-values, in forward mode. This is cheap, because J has only the few terms given there. One product G (J W) then joins
-both sides.
+applies the others (a norm). A linear map that ends the block has G_n = 1, so its product G_n W_n is its weight.
+Attention is not a linear map. Its Jacobian J is first multiplied by the maps W that compute its queries, keys and
+values, in forward mode. This is cheap, because J has only the few terms given in `block_call.py`. One product G (J W)
+then joins both sides.
 
 Cost for GPT-2 in operations, where a multiplication and an addition are two: 8 dim^3 for the first map of the MLP
 (dim x 4 dim x dim; the second map ends the block), 2 dim^3 for the output projection and 2 dim^3 to join the attention.
@@ -39,7 +39,7 @@ from lit_layers.functional.jacobian.block_call import (
 )
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)
-# Most entries of the widest intermediate tensor. On a CPU 8 MB fit into the cache. A GPU is faster with large products.
+# Largest number of entries of an intermediate tensor. On a CPU 8 MB fit into the cache. A GPU is faster with more.
 _ENTRIES = {"cpu": 2**21}
 _ENTRIES_ELSEWHERE = 2**27
 
@@ -53,7 +53,10 @@ class Linear(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Dependence of a tensor on a leaf: its Jacobian is diagonal with entries `slopes`, or not diagonal if None."""
+    """Dependence of a tensor on a leaf.
+
+    `slopes` are the diagonal entries of its Jacobian if this is diagonal. Otherwise they are None.
+    """
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
@@ -66,7 +69,7 @@ class _Replay(Replay):
     def __init__(self, attention: Attention, expansion: Expansion, states: Tensor) -> None:
         super().__init__(attention, self._answer)
         self.expansion, self.states = expansion, states
-        self.nodes: list[Linear | None] = []  # None: the attention
+        self.nodes: list[Linear | None] = []  # None for the attention
         self.ends: tuple[Tensor, Tensor, Tensor] | None = None  # query, key, value
         self.attended: Tensor | None = None
 
@@ -82,7 +85,7 @@ class _Replay(Replay):
         return output
 
     def _linear(self, output: Tensor, input_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not input_.requires_grad or not output.requires_grad:  # no gradient passes
+        if not input_.requires_grad or not output.requires_grad:  # no gradient flows through this map
             return output
         if any(self._depends(constant) for constant in (weight, bias)):
             raise Unsupported("the weight or bias of a linear map depends on the input")
@@ -95,7 +98,7 @@ class _Replay(Replay):
         return leaf
 
     def _depends(self, tensor: Tensor | None) -> bool:
-        """Return whether a tensor depends on the input states; most weights and biases have no autograd history."""
+        """Return whether a tensor depends on the input states, which is quick for tensors without autograd history."""
         if tensor is None or tensor.grad_fn is None:
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
@@ -249,7 +252,7 @@ class CutBlock:
 
 
 def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
-    """Return the leaves that a tensor depends on.
+    """Return the leaves that a tensor depends on, with the Jacobian with respect to each if it is diagonal.
 
     The Jacobian J is taken as diagonal if J'r = r o J'1 for a random r, where o is the elementwise product.
     Off-diagonal entries pass this test only if they cancel by chance.

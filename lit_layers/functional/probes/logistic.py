@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from lit_layers.functional._checks import check_features, check_finite, feature_scaling, widened_chunks
 
-RESOLVED = 1e-8  # smallest relative decrease that float32 resolves
+RESOLVED = 1e-8  # smallest relative decrease of the objective that float32 resolves
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,11 @@ class LogisticProbes:
     """One logistic probe per layer; see `fit_logistic_probes`.
 
     Two classes share one logit, that of the second against the first. Three or more classes have one logit each. A
-    class without training rows counts in `num_classes`, but is not in `classes`. It is never predicted, and its
+    class without training rows is counted in `num_classes`, but is not in `classes`. It is never predicted, and its
     log-probability is -inf.
     """
 
-    weight: Float[Tensor, "layers dim logits"]  # for (features - mean) / scale
+    weight: Float[Tensor, "layers dim logits"]  # multiplies (features - mean) / scale
     bias: Float[Tensor, "layers logits"]
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
@@ -104,7 +104,7 @@ def fit_logistic_probes(
     for layer in range(len(features)):
         rows = PrincipalRows(features[layer].detach().to(device), layer)
         point = rows.spread.new_zeros(len(rows.spread) + 1, len(classes))
-        point[-1] = share.log()  # predicts the class shares
+        point[-1] = share.log()  # the first point predicts the class shares in every row
         is_solved = partial(rows.is_solved, tolerance=tolerance)
         found, left = Minimum(point, is_solved=False, num_iterations=0), max_iterations
         for dtype in dict.fromkeys((rows.inputs.dtype, torch.float64)):
@@ -240,8 +240,8 @@ class Minimum(NamedTuple):
 
 
 def macro_f1(labels: Int[Tensor, " n"], predictions: Int[Tensor, " n"]) -> float:
-    """Return the unweighted mean F1 over the classes in `labels`, in [0, 1]; a class never predicted has F1 = 0."""
-    from sklearn.metrics import f1_score  # half a second to import
+    """Return the unweighted mean F1 over the classes in `labels`, in [0, 1]; F1 is 0 for a class never predicted."""
+    from sklearn.metrics import f1_score  # imported here, because the import takes half a second
 
     truth, guessed = labels.cpu().numpy(), predictions.cpu().numpy()
     options: Any = {"average": "macro", "zero_division": 0}
@@ -355,12 +355,12 @@ def _wide(states: Tensor) -> Tensor:
 
 # Fast probes during training: a shrunk linear discriminant, then a few steps towards the logistic optimum.
 
-PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # from 10 to 0.001
-SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # rows at the overall mean, added to each class
+PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # candidates for l, from 10 to 0.001
+SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # candidates for r: as if r rows at the overall mean were added to each class
 NUM_FOLDS = 5
-ENOUGH = 500  # with this many rows the first fold is the only one held out
+ENOUGH = 500  # if the first fold has at least this many rows, only this fold is held out
 STEPS, COMPONENTS = 4, 128
-LEAST_GAIN = 1e-3  # nats
+LEAST_GAIN = 1e-3  # nats of log-loss that a discriminant must gain over the class shares
 
 
 def fit_watching_probes(
@@ -374,10 +374,10 @@ def fit_watching_probes(
     """Fit logistic probes of standardised features in seconds, with a tuned penalty; one set for each labelling.
 
     **Start: a linear discriminant.** S is the covariance within classes, pooled over classes, and n_k the number of
-    rows of class k. d_k is the mean of these rows minus the mean of all rows, multiplied by n_k / (n_k + r). Class k
-    has the weights (S + l I)^-1 d_k and the bias log(n_k / n) - q_k, where q_k is half the inner product of its weights
-    with d_k. Weights and q_k are multiplied by a factor t, because a discriminant of few rows in many dimensions is too
-    confident.
+    rows of class k. d_k is the mean of these rows minus the mean of all n rows, multiplied by n_k / (n_k + r) with a
+    shrinkage r. Class k has the weights (S + l I)^-1 d_k with a penalty l, and the bias log(n_k / n) - q_k, where q_k
+    is half the inner product of its weights with d_k. Weights and q_k are multiplied by a factor t, because a
+    discriminant of few rows in many dimensions is too confident.
 
     **Choice of l, r and t.** For each layer they minimise the log-loss on held-out rows, which enter no means or
     covariances. A fifth of the rows is held out: once if that is at least 500 rows, else each fifth in turn. Rows with
@@ -444,7 +444,7 @@ class _Moments(NamedTuple):
 
 
 def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the number of rows of each class (classes,) and the sum of these rows (dim, classes)."""
+    """Return the number of rows of each class, (classes,), and the sum of the rows of each class, (dim, classes)."""
     sums = inputs.new_zeros(num_classes, inputs.shape[1], dtype=torch.float64)
     for rows, labels in zip(inputs.split(4096), targets.split(4096), strict=True):
         sums.index_add_(0, labels, rows.double())
@@ -452,17 +452,20 @@ def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tens
 
 
 class _Discriminant:
-    """The linear discriminant of a set of rows, which has at least one row of each class."""
+    """The linear discriminant of a set of rows, which has at least one row of each class.
+
+    The symbols d_k, n_k, q_k and r are those of `fit_watching_probes`.
+    """
 
     def __init__(self, moments: _Moments) -> None:
         self.counts, num_rows = moments.counts, moments.counts.sum()
         self.log_share, self.mean = (self.counts / num_rows).log(), moments.sums.sum(1) / num_rows
-        self.delta = moments.sums / self.counts - self.mean[:, None]  # d_k (dim, classes)
+        self.delta = moments.sums / self.counts - self.mean[:, None]  # d_k before shrinkage (dim, classes)
         scaled = moments.sums / self.counts.sqrt()
         self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
-        """Return the weights (dim, classes) for d_k before shrinkage."""
+        """Return the weights (dim, classes) without shrinkage (r = 0)."""
         cov = self.within + penalty * torch.eye(len(self.within)).to(self.within)
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(cov))
 
@@ -473,7 +476,7 @@ class _Discriminant:
 
 
 class _Choice(NamedTuple):
-    """The lowest log-loss of discriminants on held-out rows, and the options that give it."""
+    """The lowest log-loss of discriminants on held-out rows, and the penalty, shrinkage and factor that give it."""
 
     loss: float
     penalty: float
@@ -482,7 +485,7 @@ class _Choice(NamedTuple):
 
 
 def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, float]:
-    """Return weights and biases (dim + 1, classes) in the principal axes, and c."""
+    """Return the weights and biases (dim + 1, classes) of one layer's probe in the principal axes, and its `c`."""
     inputs, num_rows, num_classes = rows.inputs, len(targets), int(targets.max()) + 1
     whole = _Moments(*_class_sums(inputs, targets, num_classes), torch.diag(rows.spread * num_rows))
     parts, held = [], []
@@ -508,7 +511,7 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
 
 
 def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Tensor]]) -> _Choice:
-    """Return the options with the lowest log-loss on held-out rows.
+    """Return the penalty, shrinkage and factor with the lowest log-loss on held-out rows.
 
     First the penalty is chosen, then the shrinkage for this penalty. Each candidate has its own best factor.
     """

@@ -21,18 +21,18 @@ from lit_layers.functional._checks import (
 # Squaring halves the digits of singular values. If the smallest eigenvalue of X'X + penalty I is below this share of
 # the largest, the singular values of X itself are used instead.
 SMALLEST_SHARE = 1e-10
-PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # the strongest first
+PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # candidates of one layer, the strongest first
 
 
 @dataclass(frozen=True, eq=False)
 class RidgeProbes:
     """One linear regression per layer, in float64; see `fit_ridge_probes`."""
 
-    weight: Float[Tensor, "layers dim outputs"]  # for (features - mean) / scale
+    weight: Float[Tensor, "layers dim outputs"]  # multiplies (features - mean) / scale
     bias: Float[Tensor, "layers outputs"]
     mean: Float[Tensor, "layers dim"]
     scale: Float[Tensor, "layers dim"]
-    target_mean: Float[Tensor, "*q"]  # over training rows: the prediction without features
+    target_mean: Float[Tensor, "*q"]  # mean over training rows: the prediction without features
     penalty: Float[Tensor, " layers"]
 
     def predict(self, features: Float[Tensor, "layers n dim"]) -> Float[Tensor, "layers n *q"]:
@@ -105,7 +105,7 @@ def _fit(layer: Tensor, outputs: Tensor, penalty: float | None) -> tuple[Tensor,
             rotated = ((rows @ vectors, y) for rows, y in _chunks(layer, mean, scale, targets))
             penalty = _best_penalty(values, cross, rotated, num_rows)
         values = values + penalty
-        if values.min() >= SMALLEST_SHARE * values.max():  # otherwise the result would be rounding
+        if values.min() >= SMALLEST_SHARE * values.max():  # otherwise rounding errors would dominate the result
             weight = vectors @ (cross / values[:, None])
     if weight is None:
         weight = _from_rows(layer, mean, scale, targets, penalty)
@@ -188,11 +188,12 @@ def prediction_residual(
 ) -> PredictionResidual:
     """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
 
-    `value` = mean squared residual / population variance of the ids, in [0, 1], fitted and scored on all rows. It is 0
-    if the rank r of the centred features is m - 1 (generically m <= dim + 1). Useless features give 1 - r / (m - 1) in
-    expectation, so compare values only at equal m and dim. `adjusted` = value (m - 1) / (m - 1 - r) removes this
-    effect. With `split`, `held_out` is fitted on the rows where `split` is True. It is scored on the other rows and
-    divided by their variance, so it may exceed 1. Several labellings (m, q) give values (*n, q) from one decomposition.
+    `value` = mean squared residual / population variance of the ids, in [0, 1], fitted and scored on all m rows. It is
+    0 if the rank r of the centred features is m - 1 (generically if m <= dim + 1). Useless features give
+    1 - r / (m - 1) in expectation, so compare values only at equal m and dim. `adjusted` = value (m - 1) / (m - 1 - r)
+    removes this effect. With `split`, `held_out` is the mean squared residual on the rows where `split` is False,
+    divided by the variance of their ids, of a fit on the rows where it is True. It may exceed 1. If `token_ids` has q
+    columns, the values are (*n, q) from one decomposition.
 
     `normalize` acts on each row: "layer_norm" and "rms_norm" as such a layer with `eps` does, with weight 1 and bias 0.
     The result is invariant to invertible affine maps of the normalised features and to affine maps of the ids. It
@@ -292,7 +293,11 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the singular vectors and values of the centred features above rounding size, and their number."""
+    """Return the singular values of the centred features that are not rounding errors, with vectors and number.
+
+    Returns:
+        Left vectors, values, transposed right vectors, and the number of the values.
+    """
     features = triangle[1:, 1:-num_targets]
     left, values, right = torch.linalg.svd(features, full_matrices=False)
     if not len(values):
@@ -303,7 +308,10 @@ def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tens
 
 
 def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Return weights (dim, q) of smallest norm and intercepts (q,) of the least squares of the rows of a triangle."""
+    """Return the weights (dim, q) and intercepts (q,) of the least squares of the rows of a triangle.
+
+    If several weights fit equally well, those of smallest norm are returned.
+    """
     left, values, right, _ = _decomposed(triangle, num_targets, num_rows=len(triangle))
     weight = right.mT @ ((left.mT @ triangle[1:, -num_targets:]) / values[:, None])
     return weight, (triangle[0, -num_targets:] - triangle[0, 1:-num_targets] @ weight) / triangle[0, 0]
