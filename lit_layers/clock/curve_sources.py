@@ -31,9 +31,9 @@ _TABLES: dict[str, Any] = {
     ".jsonl": lambda path: pd.read_json(path, lines=True),
 }
 _STEP = re.compile(r"step[-_=]?(\d{1,18})(?!\d)", re.IGNORECASE)
-_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # ORGANIZATION/NAME
-_LONG = 100  # points above which a training scalar is binned
-# Accepted names of a table's columns; the first that exists is used.
+_ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")  # a repository on the Hub: ORGANIZATION/NAME
+_LONG = 100  # a curve of a training scalar with more points than this is averaged over bins
+# The names that a table's columns may have, by their meaning; the first name that exists is used.
 _COLUMNS = {
     "run": ("run", "model"),
     "analysis": ("analysis", "task"),
@@ -58,14 +58,17 @@ def curves_of(
             results (a .json file, or a folder of these). A table has columns `step` and `value` (or `score`),
             optionally `stderr`, `run` (or `model`), `analysis` (or `task`), `metric` and `layer`; all other columns are
             tags.
-        metrics: only these metrics, `METRIC` or `ANALYSIS/METRIC`; if empty, those shown in tables of results.
-        where: tags, or columns of a table, that curves must match.
+        metrics: the metrics to return, as `METRIC` or `ANALYSIS/METRIC`. If empty, return the metrics of a run that are
+            shown in tables of results, or all metrics of a table.
+        where: values of tags, or of columns of a table, that the curves must have.
         axis: the axis of the curves, steps or tokens.
-        settings: settings of runs to choose, as in `lit_layers.identity`; a warning lists the others.
+        settings: which settings (the options of an analysis and its data) to use if a run was measured with several:
+            names, `last` or `all`, as in `lit_layers.identity`. A warning lists the settings that are left out.
         allow_suspect: also use checkpoints that an audit found suspect.
 
     Raises:
-        InputError: if there is no such source or curve, a curve has two values at one step, or checkpoints are suspect.
+        InputError: if the source does not exist or has no such curve, a curve has two values at one step, or
+            checkpoints are suspect.
     """
     source, run = Path(source), None
     if source.is_dir() and any((source / name).is_file() for name in ("measurements.jsonl", "metrics.jsonl")):
@@ -96,7 +99,10 @@ def curves_of(
 
 
 def _scalar_curves(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
-    """Return the curves of all scalars that training logged; long ones are averaged over logarithmic bins of rows."""
+    """Return the curves of all scalars that training logged, such as the loss.
+
+    Long curves are averaged over bins of rows, which are equally wide on a logarithmic axis.
+    """
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in run.scalars:
         for name in row.keys() - {"step", "tokens"} if axis in row else ():
@@ -143,12 +149,12 @@ def _read_table(path: Path) -> Any:
         raise InputError(f"{path}: expected a table that ends in {', '.join(_TABLES)} or .json, or a run's folder")
     try:
         return _TABLES[path.suffix](path)
-    except (ValueError, OSError, NotImplementedError) as error:  # raised by pandas and pyarrow
+    except (ValueError, OSError, NotImplementedError) as error:  # the errors that pandas and pyarrow raise
         raise InputError(f"{path} cannot be read as a table: {first_line(error)}") from error
 
 
 def _read_results(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of lm-eval results; none for other files."""
+    """Return the rows in a file of lm-eval results, or an empty list for another JSON file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -171,7 +177,8 @@ def _read_results(path: Path) -> list[dict[str, Any]]:
         for key in (key for key, value in scores.items() if isinstance(value, int | float) and "_stderr" not in key):
             metric, comma, filtered = key.partition(",")
             stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # may be "N/A"
-            # `acc` for lm-eval's `acc,none`, as earlier versions wrote it; other filters get a column.
+            # Call lm-eval's metric `acc,none` only `acc`, as earlier versions of lm-eval did. The name of another
+            # filter is written to a column.
             more = {} if filtered in ("", "none") else {"filter": filtered}
             rows.append({**fields, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
     return rows
@@ -198,7 +205,7 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
     )
     varying = lambda rows, name: rows[name].nunique(dropna=False) > 1  # noqa: E731
     by_run = [rows for _, rows in table.groupby(names["run"], dropna=False)] if names["run"] else [table]
-    # A column that is constant within each run tells no curves apart, so it is no tag.
+    # A column that is constant within each run does not distinguish curves, so it does not become a tag.
     tags = [name for name in others if any(varying(rows, name) for rows in by_run)]
     keys = [*roles, *(["layer"] if "layer" in table else []), *tags]
     curves = []
@@ -214,7 +221,7 @@ def _table_curves(table: Any, path: Path, axis: AxisName, where: Mapping[str, st
             )
         stderr = rows["stderr"] if "stderr" in rows else [np.nan] * len(rows)
         points = [*zip(rows[axis], rows[names["value"]], stderr, strict=True)]
-        of = {name: each for name, each in of.items() if each == each}  # drops NaN
+        of = {name: each for name, each in of.items() if each == each}  # drops NaN, which differs from itself
         run, analysis, metric = (str(of.get(names[role], "")) for role in ("run", "analysis", "metric"))
         curves.append(
             curve_of_points(

@@ -1,4 +1,4 @@
-"""Curves over training steps: of a run's measurements, over seeds, and of statistics over the layers."""
+"""Curves over training steps: of a run's measurements, of their means over seeds, and of statistics over the layers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ Tags = Mapping[str, Any]
 
 MONOTONICITY = "monotonicity_spearman"
 STATISTICS = (MONOTONICITY, "monotonicity_fraction_increasing", "monotonicity_largest_drop")
-CHOICES = ("plateau_layer", "best_layer")  # only for scores, as they need to know which values are better
+CHOICES = ("plateau_layer", "best_layer")  # only for metrics of which we know which values are better
 LAYER_COLUMNS = ("run", "analysis", "metric", "tags", "step", "statistic", "value", "low", "high")
 LAYER_COLUMNS = (*LAYER_COLUMNS, "num_layers", "num_undefined", "over")
-STILL = 0.05  # share of the range over layers; smaller gains from one layer to the next are ignored
+STILL = 0.05  # share of the range over layers: `plateau_layer` ignores smaller gains from one layer to the next
 _FEWEST, _DRAWS, _CONFIDENCE = 3, 1000, 0.95
 _TAILS = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
 NORMAL_95 = 3.92  # width of a 95% interval in standard errors
@@ -42,7 +42,7 @@ class StepCurve:
     `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds, checkpoints),
     and their mean in `values`. `prompts` are the values of each prompt, (prompts, checkpoints), NaN where undefined;
     None if the run did not store them. Curves with equal `prompts_of` have the same prompts in the same order.
-    `settings` identifies the options and data that the curve was measured with.
+    `settings` names the options and data with which the curve was measured.
     """
 
     run: str
@@ -61,13 +61,13 @@ class StepCurve:
 
     @property
     def error_unit(self) -> str:
-        """Unit of the errors: "prompts" (or test rows), "seeds", or "" if errors are guessed from the curve."""
+        """Source of the errors: "prompts" (or test rows), "seeds", or "" if errors are guessed from the curve."""
         by_prompts = self.stderr is not None or self.prompts is not None
         return "seeds" if self.seeds is not None else "prompts" if by_prompts else ""
 
     @property
     def key(self) -> tuple[str, str, int | None, str]:
-        """Identity of the curve, equal in every run."""
+        """Key that identifies the curve within its run; the same curve of another run has the same key."""
         return self.analysis, self.metric, self.layer, self.tag_text
 
     @property
@@ -93,10 +93,10 @@ class StepCurve:
 def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """Return the mean over seeds of each curve that all runs have, at the checkpoints that all of them have.
 
-    Each merged curve also holds the runs' own curves.
+    Each run is one seed. Each merged curve also contains the curves of the runs, in `seeds`.
 
     Raises:
-        InputError: if two runs are equal, or were measured with other settings (`refuse_odd_seeds`).
+        InputError: if two runs are equal, or were measured with different settings (`refuse_odd_seeds`).
     """
     curves = list(curves)
     refuse_odd_seeds(curves)
@@ -122,7 +122,10 @@ def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
-    """Return the checkpoints (checkpoints,) at which all curves are defined, and these values (curves, checkpoints)."""
+    """Return the checkpoints at which all curves are defined, and the values of the curves at these checkpoints.
+
+    Shapes (checkpoints,) and (curves, checkpoints).
+    """
     common = sorted(set.intersection(*(set(curve.at[np.isfinite(curve.values)].tolist()) for curve in curves)))
     return np.array(common), np.stack([curve.values[np.isin(curve.at, common)] for curve in curves])
 
@@ -131,8 +134,8 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
     """Check that the seeds are different runs, measured with the same settings.
 
     Raises:
-        InputError: naming two runs that have equal numbers everywhere, or that measured an analysis with other options
-            or data.
+        InputError: if two runs have the same numbers everywhere, or measured an analysis with different options or
+            data. The message names the two runs.
     """
     seen: dict[frozenset[Any], str] = {}
     for run, curves in grouped(seeds, lambda curve: curve.run).items():
@@ -151,9 +154,10 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 
 
 def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
-    """Return the analyses measured with several settings; for each, the names given with its curves, by settings.
+    """Return the analyses of which the same curve was measured with different settings (options and data).
 
-    Curves with unknown settings are ignored.
+    The result maps each of these analyses to a mapping from settings to the names that `curves` gives with the curves
+    of these settings. Curves with unknown settings are ignored.
     """
     found: dict[str, dict[str, list[str]]] = {}
     known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
@@ -177,7 +181,7 @@ def text_of(tags: Tags) -> str:
 def add_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Add the values of prompts, which the run's folder `root` stores, to the curves."""
+    """Return the curves with the values of single prompts, which are read from the run's folder `root`."""
     analyses, keys = {curve.analysis for curve in curves}, {curve.key for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses and m.error is None and m.step is not None]
     rows: dict[Any, dict[int, ByPrompt]] = {}
@@ -211,13 +215,15 @@ def _tags(record: Record) -> Tags:
 def curves_in(
     run: str, measurements: Iterable[Measurement], *, axis: AxisName = "step", everything: bool = False
 ) -> list[StepCurve]:
-    """Return the curves of a run's measurements: those shown in tables of results, or `everything`.
+    """Return the curves of a run's measurements.
+
+    Only metrics that are shown in tables of results have a curve, unless `everything` is True.
 
     Raises:
         InputError: if the axis is tokens and a measurement does not report them, or a curve has two values at one step.
     """
     points: dict[tuple[Any, ...], tuple[Tags, dict[int, tuple[float, float]]]] = {}
-    settings: dict[str, str] = {}  # by analysis
+    settings: dict[str, str] = {}  # settings of each analysis
     for m in records.latest(measurements):
         at = m.step if axis == "step" else m.tokens
         if m.error is not None or m.step is None:
@@ -253,8 +259,8 @@ def curve_of_points(
 ) -> StepCurve:
     """Return the curve of points (step, value, standard error).
 
-    The curve has standard errors only if every value has one. If only some have, `num_without_stderr` counts the
-    others.
+    The curve has standard errors only if every value has one. If only some values have one, `num_without_stderr` is the
+    number of values without.
     """
     at, values, stderr = np.array(points, dtype=np.float64).T
     has_error = np.isfinite(stderr[np.isfinite(values)])
@@ -272,11 +278,11 @@ def curve_of_points(
 
 
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
-    """Return the values of prompts (prompts, checkpoints), NaN where undefined.
+    """Return the values of the prompts of a curve (prompts, checkpoints), NaN where undefined.
 
-    None is returned if a checkpoint with a value lacks them, or if numbers of prompts differ between checkpoints. It is
-    also returned if fewer than two prompts, or fewer than half of those with any value, have a value at every
-    checkpoint.
+    Return None if prompts have no stored values at a checkpoint where the curve has one, or if their number differs
+    between checkpoints. Also return None if fewer than two prompts have a value at every one of these checkpoints, or
+    fewer than half of the prompts with a value at any of them.
     """
     known = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
@@ -293,10 +299,11 @@ def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCurve:
-    """A statistic over the layers 1 to L of `metric`, over training.
+    """A statistic of the values of `metric` at the layers 1 to L, as a curve over training.
 
-    `curve` is the statistic, and `low` and `high` are the ends of its 95% interval (NaN if unknown). `num_undefined`
-    counts the layers without a value. Each is (checkpoints,). A checkpoint with fewer than 3 layers has no value.
+    `curve` holds the values of the statistic, and `low` and `high` are the ends of its 95% interval (NaN if unknown).
+    `num_undefined` is the number of layers at which the metric has no value. Each of these is (checkpoints,). The
+    statistic is NaN at a checkpoint where fewer than 3 layers have a value.
     """
 
     metric: str
@@ -313,7 +320,10 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Return statistics over layers of each metric with 3 layers or more after the embedding, in the order of runs."""
+    """Return the statistics over layers of each metric that has 3 layers or more, not counting the embedding.
+
+    A metric is left out if its analysis already measured such statistics. The results are in the order of `curves`.
+    """
     measured = {(curve.run, curve.analysis, curve.metric) for curve in curves}
     layered = [curve for curve in curves if curve.layer and "of" not in curve.tags and not _is_statistic(curve.metric)]
     groups = grouped(layered, lambda curve: (curve.run, curve.analysis, curve.metric, curve.tag_text))
@@ -325,9 +335,10 @@ def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCur
 
 
 def merge_layer_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurve]:
-    """Return means over seeds of the statistics that all seeds have, with Student's intervals, at common checkpoints.
+    """Return the mean over seeds of each statistic that all seeds have, at the checkpoints that all of them have.
 
-    Intervals are clipped to the statistic's range, such as a rank correlation of 1.
+    The intervals are those of Student's t over seeds. They are clipped to the range of the statistic, which is -1 to 1
+    for a rank correlation.
     """
     by_key = grouped(curves, lambda each: (each.metric, each.curve.key))
     num_seeds = len({each.curve.run for each in curves})
@@ -415,7 +426,7 @@ def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> A
     """Return the statistics (curves, statistics) of curves (curves, layers)."""
     import torch
 
-    # Imported late, because report pages load this file without torch.
+    # Imported here, because report pages import this module and should not wait for torch.
     from lit_layers.functional.curves import chosen_layers, monotonicities
 
     scores = torch.from_numpy(rows)

@@ -24,22 +24,22 @@ from lit_layers.functional.emergence.curve_times import (
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
-# The first columns of times.csv, followed by the ends of all intervals.
+# The first columns of times.csv. The remaining ends of intervals and two counts of checkpoints follow them.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
 BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
 FEWEST_COMMON = 5  # curves that two runs must share for a comparison of their orders
-UNDECIDED = 0.05  # largest share of draws that may not decide an order; above it, the probability is NaN
-WIDEST = 0.25  # share of the log axis: a half-way point with a wider interval has a random rank in an order
+UNDECIDED = 0.05  # if a larger share of the draws leaves an order undecided, its probability is NaN
+WIDEST = 0.25  # share of the log axis: half-way points with wider intervals are left out of comparisons of orders
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Curves with their emergence times, at a given confidence of verdicts and intervals.
+    """Curves with their emergence times; `confidence` is the level of their verdicts and intervals.
 
-    `left_out` counts the curves without times, by reason.
+    `left_out` maps each reason why curves have no times to the number of these curves.
     """
 
     curves: list[StepCurve]
@@ -62,9 +62,10 @@ def measure_times(
     seed: int = 0,
     show: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> Clock:
-    """Return the times of all curves; those with too few values are left out and counted.
+    """Return the emergence times of all curves; curves with too few values are left out and counted.
 
-    Curves over the same prompts use the same resampled prompts at all checkpoints.
+    Curves measured on the same prompts use the same resampled prompts. `show` is called before each curve with its
+    index, the number of curves, and its run and title.
 
     Raises:
         InputError: if no curve has emergence times.
@@ -102,22 +103,25 @@ def measure_times(
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
-    """Return when each metric of a run emerges: for the whole model, or else at the last layer.
+    """Return when each metric of a run emerges for the whole model, or, if it has only layers, at the last layer.
 
     The numbers equal those of `lit-layers emerge` and use the values of prompts that the run's folder `root` stores.
-    None is returned if no curve has `FEWEST_CHECKPOINTS` or emergence times.
+    Return None if no curve has at least `FEWEST_CHECKPOINTS` checkpoints, or none has emergence times.
     """
     curves = [curve for curve in curves_in(run, measurements) if len(curve.at) >= FEWEST_CHECKPOINTS]
     if not curves:
         return None
     try:
         return measure_times(add_prompts(model_curves(curves), root, measurements))
-    except InputError:  # all curves are undefined
+    except InputError:  # no curve has emergence times
         return None
 
 
 def times_table(clock: Clock) -> pd.DataFrame:
-    """Return one row per curve: the columns `COLUMNS`, then all ends of intervals and counts."""
+    """Return a table with one row per curve: the columns `COLUMNS`, the remaining ends of intervals, and two counts.
+
+    The counts are the numbers of checkpoints with and without a value.
+    """
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
         row: dict[str, Any] = {"run": curve.run, "analysis": curve.analysis, "metric": curve.metric}
@@ -136,25 +140,26 @@ def times_table(clock: Clock) -> pd.DataFrame:
 
 
 def model_pairs(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Return the curve that represents each metric of a run, with its times."""
+    """Return the curve that represents each metric of a run (see `model_curves`), with its emergence times."""
     pairs = clock.run_pairs(run)
     timed = {curve.key for curve in model_curves([curve for curve, _ in pairs])}
     return [pair for pair in pairs if pair[0].key in timed]
 
 
 def model_curves(curves: Sequence[StepCurve]) -> list[StepCurve]:
-    """Return the curve that represents each metric of a run: the whole model's, or else the last layer's."""
+    """Return one curve for each metric of a run: that of the whole model, or, if there is none, of the last layer."""
     by_metric = grouped(curves, lambda curve: (curve.analysis, curve.metric, curve.tag_text))
     depth = lambda curve: math.inf if curve.layer is None else curve.layer  # noqa: E731
     return [max(same, key=depth) for same in by_metric.values()]
 
 
 def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired: bool = False) -> float:
-    """Return the probability that the first curve is half-way before the second, over independent draws of both.
+    """Return the probability that the first curve reaches its half-way point before the second curve.
 
-    With `paired`, it is over joint draws of both, from `emergence_times` with the same `counts`. If the interval of a
-    half-way point is open at one end, the point may lie anywhere on that side of its draw. The probability is NaN if
-    the order is then undecided in more than `UNDECIDED` of the draws.
+    Without `paired`, the draws of the two half-way points are independent. With `paired`, draw i of one belongs to draw
+    i of the other, because both come from `emergence_times` with the same `counts`. If the interval of a half-way point
+    is open at one end, the point may lie anywhere on that side of its draw. The probability is NaN if the order is then
+    undecided in more than the share `UNDECIDED` of the draws.
     """
     ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
     is_open = any((*first.open_ends, *second.open_ends))
@@ -162,7 +167,7 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
 
 
 def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -> float:
-    """Return the share of draws in which the first curve is certainly half-way before the second."""
+    """Return the share of draws in which the first curve certainly reaches its half-way point before the second."""
     if first.open_ends[1] or second.open_ends[0]:
         return 0.0
     if paired:
@@ -172,13 +177,13 @@ def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -
 
 
 def p_before(first: Timed, second: Timed) -> tuple[float, bool]:
-    """Return the probability that the first curve is half-way before the second, and whether draws were paired."""
+    """Return the result of `probability_before` for two curves, and whether their draws were paired."""
     paired = first[0].prompts is not None and first[0].prompts_of == second[0].prompts_of
     return probability_before(first[1], second[1], paired=paired), paired
 
 
 def few_seeds_sentence(clock: Clock) -> str:
-    """Return a sentence on how weak a verdict over two or three seeds is; empty for more seeds."""
+    """Return a sentence on how weak a verdict over two or three seeds is, or "" for more seeds."""
     seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
     if seeds > FEW_SEEDS:
         return ""
@@ -187,10 +192,11 @@ def few_seeds_sentence(clock: Clock) -> str:
 
 
 def order_table(clock: Clock) -> pd.DataFrame:
-    """Return P(a is half-way before b) for each pair of `model_pairs` that emerge in a run, earliest first.
+    """Return the probability that curve a reaches its half-way point before curve b, for pairs of curves of a run.
 
-    The probability is NaN if open ends leave the order undecided. `paired` tells whether both curves were drawn with
-    the same resampled prompts, or independently.
+    The table has a row for each pair of `emerged_curves`; a is the curve with the earlier half-way point. The
+    probability is NaN if the order is undecided (see `probability_before`). The column `paired` is True if both curves
+    were drawn with the same resampled prompts, and False if they were drawn independently.
     """
     sides = [f"{side}_{part}" for side in "ab" for part in ("analysis", "metric", "layer", "tags")]
     rows = [
@@ -202,7 +208,10 @@ def order_table(clock: Clock) -> pd.DataFrame:
 
 
 def layer_order_table(clock: Clock) -> pd.DataFrame:
-    """Return P(layer a is half-way before layer b) for each pair of layers at which a metric of a run emerges."""
+    """Return the probability that a metric reaches its half-way point at layer a before layer b.
+
+    The table has a row for each run, metric and pair of layers at which the metric emerges.
+    """
     rows = []
     for run in clock.runs:
         layered = [pair for pair in clock.run_pairs(run) if pair[0].layer is not None and pair[1].emerges]
@@ -223,10 +232,10 @@ def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTim
 def agreement_table(clock: Clock) -> pd.DataFrame:
     """Return Spearman's correlation of the half-way points of each pair of runs, over curves that emerge in both.
 
-    A half-way point is left out if its interval is open or wider than `WIDEST` of the axis. Such a point can be at any
-    step, for example if a score fluctuates by more than its errors. A pair is left out if it shares fewer than
-    `FEWEST_COMMON` curves, or if all of a run's curves are half-way at the same step. The mean over seeds is left out,
-    because it is made of the runs it would be compared with.
+    A half-way point is left out if its interval is open, or wider than the share `WIDEST` of the logarithmic axis. Such
+    a point can be at any step, for example if a score fluctuates by more than its errors. A pair of runs is left out if
+    it shares fewer than `FEWEST_COMMON` curves, or if all shared curves of one run have the same half-way point. The
+    mean over seeds is left out, because it would be compared with the runs from which it is computed.
     """
     halfway = {
         run: {
@@ -253,7 +262,7 @@ def _is_known(curve: StepCurve, time: Any) -> bool:
 
 
 def agreement_sentence(agreement: pd.DataFrame) -> str:
-    """Return a sentence on how well the pairs of an `agreement_table` agree; empty for fewer than two pairs."""
+    """Return a sentence on how well the pairs of an `agreement_table` agree, or "" for fewer than two pairs."""
     if len(agreement) < 2:
         return ""
     low, median, high = agreement["spearman"].quantile([0.25, 0.5, 0.75])
