@@ -1,4 +1,4 @@
-"""Measuring checkpoints, during training and afterwards, and the options for saved checkpoints."""
+"""Measuring checkpoints, during training and afterwards, and the options for measuring saved checkpoints."""
 
 import re
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ class MeasuringOptions:
         allow_suspect: also measure checkpoints that the audit of the series found suspect
         offload: folder on a disk that holds the blocks of a model that does not fit into memory; they are read for each
             batch (docs/offload.md)
-        keep_downloads: false: remove each checkpoint of a series from the Hub's cache once it is measured
-        shard: i/n: measure only every n-th checkpoint, from the i-th on, counted from 0
+        keep_downloads: whether downloaded checkpoints of a series stay in the Hub's cache; if false, each one is
+            removed once it is measured
+        shard: i/n measures only every n-th checkpoint, from the i-th on, counted from 0
         root: folder of the results (default: checkpoints/NAME OF MODEL, or a run's own folder)
-        device: where the model runs. auto: on a GPU if there is one
-        dtype: dtype of the weights; bfloat16: float32 weights, with products inside blocks in bfloat16
+        device: where the model runs; auto selects a GPU if there is one
+        dtype: dtype of the weights; bfloat16 keeps float32 weights and computes the products inside blocks in bfloat16
             (docs/interventions.md)
-        engine: process: measure in this process. ray: measure by workers of a Ray cluster, or of this machine
+        engine: process measures in this process; ray measures with workers on a Ray cluster or on this machine
             (docs/clusters.md)
     """
 
@@ -51,5 +52,8 @@ class MeasuringOptions:
 
     @property
     def weights_dtype(self) -> Literal["float32", "float64"]:
-        """The dtype of loaded weights: float32 if `dtype` is bfloat16, as analyses convert the blocks themselves."""
+        """The dtype in which weights are loaded.
+
+        It is float32 if `dtype` is bfloat16, because analyses then run on a copy whose blocks compute in bfloat16.
+        """
         return "float32" if self.dtype == "bfloat16" else self.dtype

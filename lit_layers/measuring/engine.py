@@ -1,6 +1,6 @@
-"""Run a function on a Ray cluster, once per checkpoint of a series; this process writes the results.
+"""Run a function on a Ray cluster, once per checkpoint of a series. The calling process writes the results.
 
-Ray repeats a task if its worker or machine is lost. If this process ends, the pending tasks are lost.
+Ray repeats a task if its worker or machine is lost. If the calling process ends, the pending tasks are lost.
 """
 
 import contextlib
@@ -17,15 +17,20 @@ from lit_layers.errors import InputError
 from lit_layers.identity import refuse_other_versions, versions
 
 RETRIES = 3  # times that a task is repeated if its worker is lost
-FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"  # variables for workers, without secrets
+# Environment variables that workers get from this process; secrets are not among them.
+FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"
 
-_Sender = tuple[Sequence[str], Mapping[str, str], int]  # import path, versions of the code, number of threads
+# What a worker knows of the process that sent its task: import path, versions of the code, number of threads.
+_Sender = tuple[Sequence[str], Mapping[str, str], int]
 
 
 def on_ray(
     task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, progress: Callable[[int, int, str], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each name with the result of `task(name, *arguments)`, or its InputError, as tasks finish.
+    """Run `task(name, *arguments)` on Ray for each entry of `calls`, and yield each name with the result.
+
+    Results are yielded in the order in which the tasks finish. If a task raises an InputError, the error is yielded
+    instead of a result.
 
     Raises:
         InputError: if Ray or its cluster is missing, or a machine has other versions of the code.
@@ -52,7 +57,7 @@ def on_ray(
 def _reply(ray: Any, task: Any) -> Any:
     try:
         reply, code = ray.get(task)
-    except ray.exceptions.RayTaskError:  # a bug, which a retry would repeat
+    except ray.exceptions.RayTaskError:  # an error in our code, which would occur again
         raise
     except ray.exceptions.RayError as error:
         why = f"{RETRIES + 1} workers were lost that measured it; it may need more memory than they have"
@@ -62,24 +67,30 @@ def _reply(ray: Any, task: Any) -> Any:
 
 
 def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
-    """Return the result and the versions of the code that produced it."""
+    """Run a pickled task in a worker; return its result (or InputError) and the versions of the worker's code.
+
+    If the code of the worker has other versions than that of the sender, the task does not run.
+    """
     path, code, threads = sender
-    sys.path += [each for each in path if each not in sys.path]  # at the end: modules of --code hide no others
-    if versions() != code:  # the classes of the pickled task would differ
+    sys.path += [each for each in path if each not in sys.path]  # at the end, so that modules of --code hide no others
+    if versions() != code:  # do not run a task that was pickled with other classes
         return None, versions()
     torch.set_num_threads(threads)  # as in the sending process, so that sums are rounded equally
     try:
-        return pickle.loads(pickled)(*arguments), code  # trusted: sent by the process that started this one
+        return pickle.loads(pickled)(*arguments), code  # safe, as the process that started this worker sent it
     except InputError as error:
         return error, code
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Any]:
-    """Join the cluster of RAY_ADDRESS or of this machine, or start a local one until the context ends."""
+    """Connect to the Ray cluster that RAY_ADDRESS names or that runs on this machine; yield the module `ray`.
+
+    If RAY_ADDRESS names no cluster and none runs here, a local cluster runs until the context ends.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # else 20 silent minutes if no cluster answers
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # fail soon if no cluster answers, not after 20 minutes
     try:
         import ray
         from ray.job_config import JobConfig
@@ -88,7 +99,8 @@ def cluster() -> Iterator[Any]:
     if is_ours := not ray.is_initialized():
         _refuse_cluster_of_another_user(ray)
         passed = {name: value for name, value in os.environ.items() if re.match(FORWARDED, name)}
-        # Without _client_job the working directory comes first on the import path, and a numpy.py in it would run.
+        # With `_client_job`, Ray does not put the working directory first on the import path, where a numpy.py in it
+        # would run instead of NumPy.
         job = JobConfig(_client_job=True)
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         try:
@@ -104,7 +116,10 @@ def cluster() -> Iterator[Any]:
 
 
 def _refuse_cluster_of_another_user(ray: Any) -> None:
-    """Refuse a cluster that another user announced in /tmp, as the results of its workers are unpickled here."""
+    """Refuse a cluster that another user announced in /tmp.
+
+    The results of its workers would be unpickled in this process, so they could run code here.
+    """
     if os.environ.get("RAY_ADDRESS") or not hasattr(os, "getuid"):
         return
     file = ray._common.utils.get_ray_address_file(None)
@@ -118,7 +133,11 @@ def _largest(ray: Any, resource: str) -> float:
 
 
 def _resources(ray: Any, device: str) -> dict[str, int]:
-    """Return the resources of a task: a GPU if allowed and present, else as many CPUs as this process has threads."""
+    """Return the resources that a task requests from Ray.
+
+    They are a GPU and a CPU if `device` allows a GPU and the cluster has one, otherwise as many CPUs as this process
+    has threads.
+    """
     if device == "cuda" and not _largest(ray, "GPU"):
         raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")
     if device != "cpu" and _largest(ray, "GPU"):

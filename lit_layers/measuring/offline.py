@@ -39,18 +39,18 @@ logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
 Progress = Callable[[int, int, str], None]  # number done, total, and name of the next checkpoint or analysis
 DEFAULTS = MeasuringOptions()
-UNAUDITED = "unaudited"  # verdict of a single model, which is compared with nothing
+UNAUDITED = "unaudited"  # verdict on a single model, as there are no other checkpoints to compare it with
 
 
 def silent(*_: Any) -> None:
-    """Ignore progress."""
+    """Ignore the arguments: a `progress` callback that shows nothing."""
 
 
 def device_of(name: Device) -> torch.device:
     """Return the device that an option names.
 
     Raises:
-        InputError: if it is a GPU and torch finds none.
+        InputError: if the option names a GPU and torch finds none.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device: cuda was asked for and torch sees no GPU: use cpu or auto")
@@ -63,14 +63,15 @@ class DoesNotFit(InputError):
 
 @dataclass
 class SeriesResult:
-    """Results on a series; `failures` holds one sentence per checkpoint that could not be measured."""
+    """The result of measuring a series. `failures` holds one sentence per checkpoint that could not be measured."""
 
     audit: Audit
     left_out: list[Checkpoint] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
-    num_known: int = 0  # measurements that existed before
+    num_known: int = 0  # number of measurements that existed before and were not repeated
     failures: list[str] = field(default_factory=list)
-    settings: list[str] = field(default_factory=list)  # their names, for the analyses whose data are available
+    # For each analysis whose data are available, the name (a hash) of its settings: its options and data.
+    settings: list[str] = field(default_factory=list)
 
 
 def analyze_series(
@@ -88,35 +89,39 @@ def analyze_series(
     The series is audited first. A suspect checkpoint is left out, unless `allow_suspect` is set. Every measurement
     contains the verdict on its checkpoint; if a verdict changes, earlier measurements are corrected. A checkpoint is
     neither measured nor loaded again if its measurements exist for the same options, data, tokenizer and weight files.
-    A single model is loaded to hash its weights, but not measured again. A checkpoint that cannot be fetched is named
-    in `failures`, and the others are measured. Downloaded weights are audited once they are local, and the verdicts of
-    the measurements are corrected at the end.
+    A single model is loaded in any case to hash its weights, but not measured again. A checkpoint that cannot be
+    fetched is named in `failures`, and the others are measured. Downloaded weights are audited once they are local, and
+    the verdicts of the measurements are corrected at the end.
 
     Args:
         series: the checkpoints.
         analyses: analyses for all checkpoints, or a function that makes those of one checkpoint, as each model may need
             its own tokenizer.
         options: how to measure; `changed` overrides some options by name, such as `dtype="float64"`.
-        root: the folder of the results. Its name is the name of the run, so that these numbers join those that training
-            wrote to a run's own folder. If the series has several models without steps, each model is a run.
+        root: the folder of the results. Its name is the name of the run. If it is a run's own folder, the measurements
+            are added to those that training wrote. If the series has several models without steps, each model is a run
+            of its own.
         during_training: whether a training that measures nothing itself may be running in `root`.
-        progress: receives the number done, the total, and the name of what comes next.
+        progress: receives the number of checkpoints (or analyses of a single model) that are done, their total, and the
+            name of the next one.
 
     About some options:
 
     - `keep_downloads`: if false, weights that this call downloads are removed from the Hub's cache once they are
       measured.
-    - `shard`: "i/n" measures every n-th checkpoint from the i-th (from 0), for n processes with the same root. With
-      `during_training`, when checkpoints come and go, a hash of the checkpoint's name selects its shard.
+    - `shard`: "i/n" measures every n-th checkpoint from the i-th on (counted from 0), so that n processes can share the
+      work on one root. With `during_training`, when checkpoints come and go, a hash of the checkpoint's name selects
+      its shard instead.
     - `offload`: a folder on a disk, for models that do not fit into memory. Each batch reads the blocks from the disk.
     - `dtype`: the dtype to which weights are converted, however they are stored.
-    - `engine`: "ray" distributes the work over a Ray cluster, or over local processes without a cluster, with one task
-      per checkpoint. This process audits, sends and writes. The numbers equal those of "process".
+    - `engine`: "ray" distributes the work over a Ray cluster or, if there is none, over local processes, with one task
+      per checkpoint. The calling process audits the series, sends the tasks and writes the results. The numbers equal
+      those of "process".
 
     Raises:
         InputError: if the series does not exist, options or data fit no checkpoint, or another process writes to `root`
-            (except another of the n shards). If each checkpoint has its own analyses, those that do not fit are
-            reported in `failures`.
+            (unless it measures another one of the n shards). If each checkpoint has its own analyses, those that do not
+            fit are reported in `failures` instead.
     """
     options, root = replace(options, **changed), root_folder(root)
     # On Ray, each worker chooses its own device.
@@ -135,7 +140,7 @@ def analyze_series(
 
 
 def to_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
-    """Return the analyses, converted to bfloat16 if the options request it."""
+    """Return the analyses; if the options request bfloat16, return analyses that run the model in bfloat16."""
     return [to_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
@@ -145,7 +150,7 @@ def _prefixed(name: str, error: InputError) -> str:
 
 @dataclass
 class _Measuring:
-    """One call of `analyze_series`; Ray workers receive a copy."""
+    """The state of one call of `analyze_series`. Ray workers receive a copy of it."""
 
     series: Series
     root: Path
@@ -155,7 +160,7 @@ class _Measuring:
     progress: Progress
     analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by name of the checkpoint
     verdicts: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint
-    unmeasured: dict[str, str] = field(default_factory=dict)  # reason, by name of a checkpoint that cannot be measured
+    unmeasured: dict[str, str] = field(default_factory=dict)  # name of a checkpoint that cannot be measured -> reason
     fitting: set[int] = field(default_factory=set)  # ids of lists of analyses that fit a model of this series
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
     result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
@@ -186,7 +191,11 @@ class _Measuring:
             analysis.check_data()
 
     def audited(self, *, grows: bool) -> list[Checkpoint]:
-        """Audit the series, and return the checkpoints of this shard to measure."""
+        """Audit the series, and return the checkpoints that this shard must measure.
+
+        Args:
+            grows: whether training adds and removes checkpoints meanwhile.
+        """
         index, count = self.options.share
         mine = [*self.series.checkpoints[index::count]]
         if grows:
@@ -209,7 +218,10 @@ class _Measuring:
         return [one for one in listed if one not in suspects]
 
     def _unlisted(self) -> dict[str, str]:
-        """Return a reason for each checkpoint whose files cannot be listed, so that the others are measured."""
+        """Return by name the checkpoints whose files cannot be listed, each with the reason.
+
+        These checkpoints are left out, and the others are measured.
+        """
 
         def unlisted(checkpoint: Checkpoint) -> dict[str, str]:
             try:
@@ -236,7 +248,10 @@ class _Measuring:
         return self.series.memory or Memory(self.root)
 
     def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
-        """Return the checkpoints that lack an analysis for their current weight files, without loading any."""
+        """Return by name the checkpoints that lack an analysis for their current weight files, and these analyses.
+
+        No model is loaded for this.
+        """
         due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._lacking(one))}
         for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
             warn_of_other_versions(self.earlier.store, run)
@@ -244,13 +259,13 @@ class _Measuring:
 
     def _lacking(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
-        if self.series.is_single:  # a single model: its files are not hashed, as they are compared with nothing
+        if self.series.is_single:  # all may be lacking: only the hash of the loaded weights will tell
             return analyses
         facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
-        """Yield a visit per checkpoint that lacks an analysis, while the next one is prefetched."""
+        """Yield a visit for each checkpoint that lacks an analysis. Meanwhile, the next checkpoint is prefetched."""
         due, is_single = self._due(audited), self.series.is_single
         checkpoints = [checkpoint for checkpoint, _ in due.values()]
         for i, (checkpoint, fetched) in enumerate(prefetch(checkpoints), start=len(audited) - len(due)):
@@ -263,7 +278,7 @@ class _Measuring:
 
     def _release(self) -> None:
         if self.options.offload is not None:
-            gc.collect()  # accelerate's hooks and the model reference each other
+            gc.collect()  # free the model, which accelerate's hooks reference and which references them
 
     def _visit(self, checkpoint: Checkpoint, fetched: "Future[Path]", analyses: Sequence[Analysis]) -> Visit:
         return Visit(
@@ -350,7 +365,7 @@ class _Measuring:
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def on_error(self, visit: Visit, why: InputError) -> None:
-        """Record why a checkpoint cannot be measured, or raise if no other checkpoint can be measured either."""
+        """Record why a checkpoint cannot be measured; raise the error if the others cannot be measured either."""
         fits_none = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
         if self.series.is_single or is_full(why) or fits_none:
             raise why from why.__cause__
@@ -358,7 +373,11 @@ class _Measuring:
         self.result.failures.append(_prefixed(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
-        """Audit again with the weights downloaded meanwhile, and count the measurements that existed before."""
+        """Complete the result and return it.
+
+        The series is audited again with the weights that were downloaded meanwhile, and the measurements that existed
+        before are counted.
+        """
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)
         whole = [one for one in audited if (self.earlier.run_of(one), one.step) not in self.broken]
@@ -370,18 +389,21 @@ class _Measuring:
         return self.result
 
 
-EVERY = 3.0  # seconds between two scans
-SETTLED = 10.0  # seconds without changes before a checkpoint counts as complete; our step-* folders appear atomically
+EVERY = 3.0  # seconds between two scans of a folder by `follow`
+# Seconds without changes after which a checkpoint counts as complete. Our own step-* folders need no wait, because they
+# appear atomically.
+SETTLED = 10.0
 
 
 def follow(folder: Path, measure: Callable[[list[int]], object], patience: float | None = None) -> None:
-    """Measure the steps in a folder, and again whenever a checkpoint is added.
+    """Call `measure` with the steps of the checkpoints in a folder, and again whenever a checkpoint is added.
 
-    This ends after `patience` seconds without a new checkpoint (None: never), or when a training that was observed
-    there has ended. A checkpoint that cannot be measured is tried again at each scan.
+    The function returns after `patience` seconds without a new checkpoint, but not while a training runs in the folder.
+    It also returns when a training that was seen to run there has ended; with None as `patience`, it returns only then.
+    If a checkpoint cannot be measured, it is tried again at each scan.
 
     Raises:
-        InputError: the error of the last scan.
+        InputError: if `measure` still fails at the last scan.
     """
     listed, measured, error, since, saw_training = {}, {}, None, time.monotonic(), False
     while True:
@@ -409,7 +431,7 @@ def follow(folder: Path, measure: Callable[[list[int]], object], patience: float
 
 
 def _last_change(checkpoint: Path) -> float | None:
-    """Return when a checkpoint last changed; None while it may still be written."""
+    """Return the time at which a checkpoint last changed; None if it may still be incomplete."""
     times = [path.stat().st_mtime for path in checkpoint.rglob("*") if path.is_file()]
     last = max(times, default=time.time())
     return last if checkpoint.match("step-*") or time.time() - last >= SETTLED else None

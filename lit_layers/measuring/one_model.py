@@ -1,4 +1,4 @@
-"""The loop over missing measurements, and all analyses of one model in a shared pass, on any number of ranks."""
+"""The loop over missing measurements, and all analyses of one model in a shared forward pass, on one or more ranks."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
-# Most bytes of a microbatch's states: on a CPU, and on a GPU or with blocks offloaded to disk.
+# Upper limit in bytes of the states of a microbatch: first on a CPU, then on a GPU or with blocks offloaded to disk.
 STATE_BYTES = 2**26, 2**28
 
 
@@ -44,13 +44,13 @@ def measure(
     weights_hash: str | None = None,
     raises: bool = False,
 ) -> Measurement:
-    """Measure one analysis of one checkpoint.
+    """Run one analysis on one checkpoint, and return its measurement.
 
-    A failing analysis gives a measurement with `error`, or raises with `raises=True`. The model and all global state
-    are restored.
+    If the analysis fails, the measurement contains its error; with `raises=True`, the error is raised instead. The
+    model and all global state are restored.
 
     Args:
-        weights_hash: hash of the weights, if known; it saves hashing them for each analysis.
+        weights_hash: hash of the weights, if it is known; otherwise, they are hashed here.
 
     Raises:
         InputError: if `analysis` is not an analysis, or the model has no layered view.
@@ -65,10 +65,10 @@ def measure(
 
 
 def refuse_same_names(analyses: Iterable[Analysis]) -> None:
-    """Check that no two analyses write under the same name.
+    """Check that no two analyses have the same name, under which their measurements are stored.
 
     Raises:
-        InputError: with that name.
+        InputError: if two have the same name. The message states it.
     """
     names = sorted(analysis.name for analysis in analyses)
     if double := next((name for name, following in itertools.pairwise(names) if name == following), None):
@@ -91,7 +91,7 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """A checkpoint to measure; the context `opened` holds its model in memory."""
+    """A checkpoint to measure. Its model is in memory inside the context `opened()`."""
 
     run: str
     step: int | None
@@ -102,7 +102,11 @@ class Visit:
 
 
 def not_done(store: Store, run: str, step: int | None, analyses: Sequence[Analysis], **facts: Any) -> list[Analysis]:
-    """Return the analyses that the store lacks at a step, for these options, data and facts about the weights."""
+    """Return the analyses that have no measurement of a step in the store with the same options, data and `facts`.
+
+    Args:
+        facts: known facts about the weights, such as their hash.
+    """
     return [each for each in analyses if not store.is_done(run, step, each, **facts)]
 
 
@@ -114,17 +118,17 @@ def measure_unless_done(
     on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure the analyses that the store lacks, by checkpoint, and yield each measurement once it is stored.
+    """For one checkpoint after the other, run the analyses that have no measurement in the store.
 
-    Both training and `analyze` run this loop, in one process, on several ranks (only the first yields) or in a Ray
-    worker.
+    Each measurement is yielded once it is stored. Both training and `analyze` run this loop, in one process, on several
+    ranks (only the first rank yields) or in a Ray worker.
 
     Args:
         visits: the checkpoints.
         store: the store of measurements.
-        ranks: the processes that measure together; None: only this one.
-        on_start: called before each analysis starts.
-        on_error: receives the error of a checkpoint that cannot be measured, and the loop continues; by default, the
+        ranks: the processes that measure together. With None, it is only this one.
+        on_start: is called before each analysis starts.
+        on_error: receives the error of a checkpoint that cannot be measured. The loop then continues. By default, the
             error is raised.
     """
     for visit in visits:
@@ -136,7 +140,7 @@ def measure_unless_done(
                 for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
                     measurement = outcome.measurement(**about, provenance=opened.provenance)
-                    del outcome  # the exception keeps the model in memory
+                    del outcome  # free the model, which an exception in it would keep in memory
                     took = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
                     logger.info("%s at step %s: %s", measurement.analysis, visit.step, measurement.error or took)
                     yield store.add(measurement)
@@ -152,18 +156,19 @@ def measure_unless_done(
 class Outcome:
     """The result of an analysis on an undisturbed model, or the reason why it failed."""
 
-    analysis: Analysis  # with the options of its preset
+    analysis: Analysis  # once it is prepared, with the options of its preset
     records: list[Record] = field(default_factory=list)
     error: str | None = None
     failure: Exception | None = None  # the exception behind `error`, only on the rank that raised it
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
-    values: dict[str, dict[int, Values]] = field(default_factory=dict)  # by argument, then index of the update
+    # Argument of the analysis's `compute` -> index of the call of `update` -> the values that this call returned.
+    values: dict[str, dict[int, Values]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def attempt(self, view: LayeredModel) -> Iterator[None]:
-        """Run the context, which must leave the model unchanged, and record time and failure."""
+        """Record the time of the code inside the context, and its failure. It must leave the model unchanged."""
         started = time.perf_counter()
         try:
             with undisturbed(view.model):
@@ -193,8 +198,9 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Yield the outcome of each analysis, on the first rank, once the model has run on all rows of the analysis.
 
-    Each rank runs the model on a share of the microbatches, then runs a share of the jobs. No collective runs inside an
-    analysis, so a failing analysis blocks no rank. Numbers do not depend on the number of ranks.
+    Each rank runs the model on a share of the microbatches, then a share of the analysis's jobs (independent parts of
+    the computation, such as one per layer). No collective operation runs inside an analysis, so a failing analysis
+    blocks no rank. Numbers do not depend on the number of ranks.
     """
     ranks = ranks or OneProcess()
     views = _Views(model)
@@ -216,11 +222,11 @@ def outcomes(
         _compute(outcome, views, ranks, i)
         if ranks.rank == 0:
             yield outcome
-    ranks.gather(None, None)  # a barrier: no rank enters training's collectives early
+    ranks.gather(None, None)  # a barrier, so that no rank enters training's collectives early
 
 
 class _Views:
-    """A model in the precisions that analyses request, each created once."""
+    """A model in each of the precisions that analyses request. The copy for a precision is created only once."""
 
     def __init__(self, model: nn.Module | LayeredModel) -> None:
         self.own = model if isinstance(model, LayeredModel) else LayeredModel(model)
@@ -258,9 +264,15 @@ class _Reader:
     num_updates: int = 0
 
     def due(self, ranks: OneProcess | Ranks, number: int, first: int, count: int) -> list[tuple[int, int, int]]:
-        """Return index, start and stop of this rank's updates in a microbatch.
+        """Return index, first row and end of each call of `update` that this rank must make in a microbatch.
 
-        An analysis with `at_once` is costly, so ranks take turns by update instead of by microbatch.
+        Ranks take turns by microbatch. An analysis that limits the rows of an update (`at_once`) is costly, so ranks
+        take turns by update instead.
+
+        Args:
+            number: index of the microbatch.
+            first: number of rows in earlier microbatches.
+            count: number of rows in this microbatch.
         """
         count = count if self.rows.limit is None else max(0, min(count, self.rows.limit - first))
         size = self.rows.at_once or count
@@ -297,7 +309,10 @@ class _Group:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Run the model on a microbatch and give each analysis a copy; run it again after an analysis changed it."""
+        """Run the model on a microbatch, and give each analysis a copy of the states.
+
+        After an analysis that changed the model, the model runs again for the remaining analyses.
+        """
         seen: Trajectory | None = None
         for position, (reader, i, start, stop) in enumerate(due):
             outcome, view = reader.outcome, views[self.precision]
@@ -312,7 +327,7 @@ class _Group:
                 shown, rows = seen, batch
                 if (start, stop) != (0, count):
                     shown, rows = seen.rows(start, stop), _slice(batch, slice(start, stop), count)
-                # `update` may write to these tensors.
+                # Copy these tensors, because `update` may write to them.
                 shown = replace(shown, hidden=shown.hidden.clone(), mask=shown.mask.clone())
                 outcome.values.setdefault(reader.argument, {})[i] = outcome.analysis.update(shown, rows)
             if isinstance(outcome.failure, DisturbedError):
@@ -321,7 +336,10 @@ class _Group:
 
 
 def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
-    """Run the model on a microbatch for several analyses: they share the time equally, or all get the failure."""
+    """Run the model on a microbatch for several analyses.
+
+    Each analysis is charged an equal share of the time. If the run fails, all of them record the failure.
+    """
     shared, seen = Outcome(sharing[0].analysis), None
     with shared.attempt(view):
         seen = view.trajectory(batch)
@@ -332,9 +350,9 @@ def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajec
 
 
 def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset: int) -> None:
-    """Exchange an analysis's values, run its jobs and make its records.
+    """Gather the values of an analysis from all ranks, run this rank's share of its jobs, and make its records.
 
-    There are always two collectives, even if something fails.
+    Every rank gathers twice, even if something fails, so that no rank waits for another one forever.
     """
     gathered = ranks.gather(outcome.error, outcome.values)
     outcome.values = {}
@@ -364,7 +382,10 @@ def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset:
 
 
 def _joined(analysis: Analysis, by_rank: list[dict[int, Values]]) -> Values:
-    """Join the values of all updates in the order of the data, so that numbers do not depend on the number of ranks."""
+    """Join the values that all calls of `update` returned, on any rank, in the order of the data.
+
+    With this order, numbers do not depend on the number of ranks.
+    """
     updates = {i: values for each in by_rank for i, values in each.items()}
     if not updates:
         raise InputError(f"{analysis.name}: the data holds no prompts")
@@ -376,7 +397,7 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
     for outcome in due:
         for argument, rows in outcome.rows.items() if outcome.error is None else ():
             try:
-                key = _key(rows.batches), id(views[rows.precision])  # float32 may be the model's own precision
+                key = _key(rows.batches), id(views[rows.precision])  # `id`, as float32 may be the own precision
             except Exception as failure:  # from loading the data
                 outcome.error, outcome.failure = kind_and_words(failure), failure
                 break
@@ -388,8 +409,8 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
 def _key(batches: Iterable[Batch]) -> tuple:
     """Return a key that is equal for batches of equal content.
 
-    Only this package's classes are trusted to identify their content by `content_hash`; other batches are hashed in
-    full.
+    For classes of this package, the key contains their `content_hash`. Other classes are not trusted to identify their
+    content, so their batches are hashed in full.
     """
     if isinstance(batches, Batches) and type(batches).__module__.startswith("lit_layers."):
         return type(batches).__name__, batches.content_hash(), getattr(batches, "batch_size", None)
@@ -404,7 +425,13 @@ def _key(batches: Iterable[Batch]) -> tuple:
 def microbatches(
     model: LayeredModel, batches: Iterable[Batch], limit: int | None = None
 ) -> Iterator[tuple[Batch, int]]:
-    """Yield microbatches with their number of rows; sizes limit the bytes of states and depend only on shapes."""
+    """Yield microbatches, each with its number of rows.
+
+    They are as large as `STATE_BYTES` allows. Their size does not depend on the values or on free memory.
+
+    Args:
+        limit: number of rows after which to stop; None yields all rows.
+    """
     needed = model.family.inputs[0]
     most = STATE_BYTES[model.device.type != "cpu" or is_offloaded(model.model)]
     for batch in batches:
@@ -429,7 +456,7 @@ def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
 
 
 def _slice(batch: Batch, chosen: slice, count: int) -> Batch:
-    """Return some rows of a batch; entries that are not tensors of `count` rows stay as they are."""
+    """Return the chosen rows of a batch of `count` rows; entries that are not tensors of `count` rows do not change."""
     rows = {name for name, values in batch.items() if isinstance(values, torch.Tensor) and values.shape[:1] == (count,)}
     return {name: values[chosen] if name in rows else values for name, values in batch.items()}
 
@@ -449,7 +476,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
 
 
 def describe_run(view: LayeredModel, analysis: Analysis, weights_hash: str | None = None) -> dict[str, Any]:
-    """Return everything that determines the numbers of a measurement, and where they were computed."""
+    """Return facts about a measurement: all that determines its numbers, and where they were computed."""
     device = view.device
     return {
         "weights_hash": weights_hash or hash_weights(view.model),

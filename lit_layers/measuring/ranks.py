@@ -10,29 +10,30 @@ from torch import distributed
 from lit_layers.errors import InputError, kind_and_words
 
 _TIMEOUT = datetime.timedelta(hours=12)
-START_TIMEOUT = datetime.timedelta(seconds=20)  # within which all ranks must call `watch`
+START_TIMEOUT = datetime.timedelta(seconds=20)  # time within which all ranks must call `watch`
 
-Outcome = tuple[str | None, Any]  # error, or None, and value
+Outcome = tuple[str | None, Any]  # error (None if there is none), value
 
 
 class OneProcess:
-    """Stand-in for `Ranks` in a single process."""
+    """A stand-in for `Ranks` if only one process measures."""
 
     rank, size = 0, 1
 
     def gather(self, error: str | None, value: Any) -> list[Outcome]:
-        """Return the outcomes of all ranks, on every rank."""
+        """Return the error and the value of each rank; here, those of the only rank."""
         return [(error, value)]
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`."""
+        """Call `compute` and return its result, as this process is the first rank."""
         return compute()
 
 
 def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "OneProcess | Ranks":
-    """Return the processes of a run; each of them must call this function.
+    """Return the processes of a run. Each of them must call this function.
 
-    They use their own process group on the CPU: results are objects, and training's collectives stay undisturbed.
+    They communicate in a process group of their own on the CPU, because results are Python objects and the collective
+    operations of training must not be disturbed.
 
     Raises:
         InputError: if not all processes call within `timeout`.
@@ -40,7 +41,7 @@ def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "One
     if world_size == 1:
         return OneProcess()
     try:
-        if timeout < _TIMEOUT:  # tests that all call; the group stays open, as others may join later
+        if timeout < _TIMEOUT:  # fails unless all call; the group stays open, as others may join later
             distributed.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise InputError(
@@ -57,7 +58,7 @@ class Ranks:
         self.group, self.rank, self.size = group, distributed.get_rank(group), distributed.get_world_size(group)
 
     def gather(self, error: str | None, value: Any) -> list[Outcome]:
-        """Return the outcomes of all ranks, on every rank; a value that cannot be pickled becomes an error."""
+        """Return the error and the value of each rank, on every rank. A value that cannot be pickled gives an error."""
         try:
             sent = error, pickle.dumps(value)
         except Exception as failure:

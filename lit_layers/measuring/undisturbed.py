@@ -15,7 +15,8 @@ from lit_layers.models.families import Network
 from lit_layers.models.offload import execution_device
 from lit_layers.models.view import evaluating
 
-SEED = 0  # for every global generator inside an analysis, so that its numbers do not depend on the training step
+# Seed of every global random generator inside an analysis, so that its numbers do not depend on the training step.
+SEED = 0
 
 
 class DisturbedError(RuntimeError):
@@ -24,12 +25,12 @@ class DisturbedError(RuntimeError):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Restore the model and all global state afterwards, so that training continues unchanged.
+    """Run the code inside the context under fixed conditions, and restore the model and all global state afterwards.
 
-    Inside: evaluation mode, gradients enabled, no parameter requires a gradient (its `.grad` is None), fixed seeds, no
-    autocast, full float32 precision.
+    Inside the context, the model is in evaluation mode and gradients are enabled. No parameter requires a gradient, and
+    each `.grad` is None. Random generators have fixed seeds, autocast is off, and float32 products have full precision.
 
-    Restored afterwards:
+    Afterwards, training continues unchanged, because the following are restored:
 
     - the mode of every submodule, hooks, and the attention implementation;
     - `requires_grad` and `.grad` (the same tensors with the same values);
@@ -37,8 +38,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     - the default dtype, and the precision of float32 products.
 
     Raises:
-        DisturbedError: if a parameter or buffer was written to or replaced, or a hook was left behind; it names which.
-            Such hooks are removed, but written values cannot be restored.
+        DisturbedError: if a parameter or buffer was written to or replaced, or a hook was left behind. The message
+            names it. Such hooks are removed, but overwritten values cannot be restored.
     """
     before, hooks = fingerprints(model), hook_ids(model)
     with (
@@ -59,7 +60,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def disturbance(model: nn.Module, before: dict[str, tuple], hooks: dict[str, set]) -> str | None:
-    """Return a sentence that says how an analysis changed the model, or None."""
+    """Return a sentence that says how an analysis changed the model, or None if it did not.
+
+    Hooks that the analysis left on the model are removed.
+
+    Args:
+        before: the `fingerprints` of the model before the analysis.
+        hooks: the `hook_ids` of the model before the analysis.
+    """
     after, left = fingerprints(model), remove_new_hooks_(model, hooks)
     if changed := [name for name in before | after if before.get(name) != after.get(name)]:
         return f"the analysis changed {name_list(changed)}: an analysis must not write to the model"
@@ -74,7 +82,10 @@ def name_list(names: list[str]) -> str:
 
 @contextmanager
 def restore_gradients(model: nn.Module) -> Iterator[None]:
-    """Restore gradients afterwards, as a backward pass would add to the gradients that training accumulates."""
+    """Set gradients to None inside the context, and restore them afterwards.
+
+    Otherwise, a backward pass inside would add to the gradients that training accumulates.
+    """
     before = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -85,7 +96,7 @@ def restore_gradients(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Looked up by name, because accelerate replaces offloaded parameters at each call.
+        # Look up each parameter by name, because accelerate replaces offloaded parameters at each call.
         for module, name, grad, requires_grad in before:
             parameter = module.get_parameter(name)
             parameter.requires_grad_(requires_grad)
@@ -94,7 +105,10 @@ def restore_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restore_attention(model: Network) -> Iterator[None]:
-    """Restore the attention afterwards: an analysis may switch it to eager (transformers) or unfused (timm)."""
+    """Restore the attention implementation after the context.
+
+    An analysis may switch it to eager (in models of transformers) or to unfused (in models of timm).
+    """
     implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
     fused = [(module, module.fused_attn) for module in model.modules() if hasattr(module, "fused_attn")]
     try:
@@ -108,8 +122,8 @@ def restore_attention(model: Network) -> Iterator[None]:
 
 @contextmanager
 def restore_random_state() -> Iterator[None]:
-    """Seed every global generator with a fixed value, and restore its state afterwards."""
-    # Reading the random state of an unused GPU would initialize it.
+    """Seed every global random generator with a fixed value inside the context, and restore its state afterwards."""
+    # Leave out GPUs that are not in use yet, because reading their random state would initialize them.
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpy_state, python_state = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
@@ -127,7 +141,10 @@ def restore_random_state() -> Iterator[None]:
 
 @contextmanager
 def default_numerics(device: torch.device) -> Iterator[None]:
-    """Enable gradients, disable autocast and use full float32 precision, whatever surrounds the analysis."""
+    """Inside the context, enable gradients, disable autocast and use full float32 precision.
+
+    The numbers of an analysis then do not depend on the settings of the code that calls it.
+    """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -145,13 +162,16 @@ def default_numerics(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def full_float32_precision() -> Iterator[None]:
-    """Disallow TF32 and bfloat16 in float32 products, whichever interface of torch enabled them."""
+    """Inside the context, compute float32 products without TF32 or bfloat16.
+
+    Torch has an older and a newer interface for this. It does not matter which one has enabled them.
+    """
     mkldnn: Any = torch.backends.mkldnn
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [backend.fp32_precision for backend in backends], older_precision()
-    if older:  # reading the older interface raises if the two disagree, so both are set
+    if older:  # set both interfaces, because reading the older one raises if the two disagree
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
     for backend in backends[:2] if older else backends:
@@ -167,7 +187,10 @@ def full_float32_precision() -> Iterator[None]:
 
 
 def older_precision() -> tuple[str, bool] | None:
-    """Return the settings of torch's older interface; None if the newer one was used, which makes it unreadable."""
+    """Return the settings of torch's older interface for the precision of float32 products.
+
+    Return None if they cannot be read, because the newer interface was used.
+    """
     try:
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:
