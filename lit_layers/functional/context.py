@@ -36,7 +36,7 @@ def attention_entropy(weights: Weights, *, undefined: Undefined = "raise") -> Pe
     Range [0, log tokens]: 0 if each query attends to one token.
 
     Raises:
-        ValueError: fewer than 2 tokens, weights that are not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 tokens, weights that are not finite (NaN instead with `undefined="nan"`).
     """
     weights = widened(weights)
     return _mean_over_queries("attention_entropy", torch.special.entr(weights).sum(-1), weights, undefined)
@@ -49,7 +49,7 @@ def sink_mass(weights: Weights, *, undefined: Undefined = "raise") -> PerHead:
 
     Source: Xiao et al., arXiv 2309.17453; the mean over queries as in Gu et al., arXiv 2410.10781, equation 7.
 
-    Raises: as `attention_entropy`.
+    Raises: the errors of `attention_entropy`.
     """
     weights = widened(weights)
     return _mean_over_queries("sink_mass", weights[..., 0], weights, undefined)
@@ -62,7 +62,7 @@ def previous_token_score(weights: Weights, *, undefined: Undefined = "raise") ->
 
     Source: Olsson et al. 2022. They describe the previous-token head, whose output an induction head reads.
 
-    Raises: as `attention_entropy`.
+    Raises: the errors of `attention_entropy`.
     """
     weights = widened(weights)
     before = torch.nn.functional.pad(weights.diagonal(offset=-1, dim1=-2, dim2=-1), (1, 0))
@@ -82,7 +82,7 @@ def prefix_matching_score(
     token that begins the sequence. Here the caller chooses the tokens; the analysis `Induction` draws them.
 
     Raises:
-        ValueError: no token occurs twice, weights that are not finite (NaN there with `undefined="nan"`).
+        ValueError: no token occurs twice, weights that are not finite (NaN instead with `undefined="nan"`).
     """
     weights = widened(weights)
     ids = input_ids.to(weights.device)

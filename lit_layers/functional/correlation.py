@@ -86,7 +86,7 @@ def spearman(x: Values, y: Values) -> Correlation:
     Unchanged by increasing maps of either column. The p-value is that of the t test, but at least 2 / n!, the
     probability of the two most extreme orders. The t test itself gives p = 0 at rho = 1.
 
-    Raises: as `pearson`.
+    Raises: the errors of `pearson`.
     """
     x, y = _varying_columns(x, y)
     result = pearson(_ranks(x), _ranks(y))
@@ -99,7 +99,7 @@ def kendall(x: Values, y: Values) -> Correlation:
     Unchanged by increasing maps of either column. As in scipy, the p-value is exact for few rows without ties and
     otherwise comes from the normal approximation.
 
-    Raises: as `pearson`.
+    Raises: the errors of `pearson`.
     """
     from scipy.stats import kendalltau  # imported here, because the import takes a quarter of a second
 
@@ -126,7 +126,7 @@ def distance_correlation(x: Values, y: Values) -> float:
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
     """Return the mean distance correlation after shuffling y, and the permutation p-value of the unshuffled columns.
 
-    Raises: as `distance_correlation`.
+    Raises: the errors of `distance_correlation`.
     """
     x, y = _varying_columns(x, y, fewest=4)
     first, second = _centered_distances(x), _centered_distances(y)
@@ -531,7 +531,10 @@ def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Esti
 
 
 def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
-    """Return the coefficients (curves, 3) of each pair of rows (curves, layers) that are not constant."""
+    """Return the three coefficients (curves, 3) of each row of x (curves, layers) with the same row of y.
+
+    No row may be constant.
+    """
     if x.shape[-1] < FEWEST_LAYERS:
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {x.shape[-1]}")
     size = max(1, _CHUNK // x.shape[-1] ** 2)

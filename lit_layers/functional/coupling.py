@@ -72,7 +72,7 @@ def miscoupling_matrix(
     columns of non-finite matrices.
 
     Raises:
-        ValueError: as `miscoupling`; the message names the first undefined block.
+        ValueError: in the cases of `miscoupling`; the message names the first undefined block.
     """
     others_given = others is not None
     # s1 comes from J1 and the bases come from J2. One decomposition serves both only if `others` are the same matrices.

@@ -102,7 +102,7 @@ def choice_distribution(
     0 in a resample, every layer is at least as good, so fraction_of_last chooses the first.
 
     Raises:
-        ValueError: as `resampled_curves` and `choose_layer`.
+        ValueError: in the cases of `resampled_curves` and `choose_layer`.
     """
     _check_last(rule, row_scores[-1].double().mean().item(), tolerance, higher_is_better)
     curves = resampled_curves(row_scores, resamples=resamples, seed=seed)

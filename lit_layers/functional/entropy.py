@@ -270,7 +270,7 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
-    """Return the real rows with zeros after them, their number, and the undefined sets by reason."""
+    """Return the real rows with zeros after them, their number, and a mask of the undefined sets for each reason."""
     rows, real = real_rows(widened(rows), mask, drop_first)
     num_rows = real.sum(-1)
     broken = not_finite(rows)
@@ -319,7 +319,7 @@ def infonce(
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; with `unit` a zero row, or a row that is not finite
-            (NaN there with `undefined="nan"`).
+            (NaN instead with `undefined="nan"`).
     """
     check_option("form", form, "ntxent", "cross")
     view_a, view_b, problems = _views(view_a, view_b, unit=unit)
@@ -363,7 +363,7 @@ def dime(
 
     Raises:
         ValueError: fewer than 2 prompts, an option out of range; a view of zeros, with `unit` a zero row, or a row that
-            is not finite (NaN there with `undefined="nan"`).
+            is not finite (NaN instead with `undefined="nan"`).
     """
     check_option("side", side, "rows", "smaller")
     check_option("alpha2", alpha2, "spectrum", "frobenius")
@@ -533,7 +533,7 @@ def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both views in float64, scaled to norm 1 if `unit`, and the undefined sets by reason."""
+    """Return both views in float64, scaled to norm 1 if `unit`, and a mask of the undefined sets for each reason."""
     view_a, view_b = widened(view_a), widened(view_b)
     if view_a.shape != view_b.shape or view_a.shape[-2] < 2:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"

@@ -94,7 +94,7 @@ def token_angle(
     NaN if rounding moves a cosine out of [-1, 1]. This function does not.
 
     Raises:
-        ValueError: fewer than two real tokens, or a token that equals the mean; NaN there with `undefined="nan"`.
+        ValueError: fewer than two real tokens, or a token that equals the mean; NaN instead with `undefined="nan"`.
     """
     rows, real = real_rows(widened(tokens), mask, drop_first)
     broken = not_finite(rows)
@@ -209,7 +209,7 @@ def concept_alignment(
 
     Raises:
         ValueError: fewer than 3 pairs, or shapes that differ. A zero delta, a value that is not finite, or, for
-            `leave_one_out`, other deltas that cancel (NaN there with `undefined="nan"`).
+            `leave_one_out`, other deltas that cancel (NaN instead with `undefined="nan"`).
     """
     first, second = widened(first), widened(second)
     if first.shape != second.shape or first.shape[-2] < 3:
@@ -259,7 +259,7 @@ def _mean_cosine(directions: Points) -> PerLayer:
 
 
 def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
-    """Return the cosine of each delta with the mean of the others, and where the others cancel up to rounding."""
+    """Return the cosine of each delta with the mean of the others, and a mask of the deltas whose others cancel."""
     others = deltas.sum(-2, keepdim=True) - deltas
     norms = torch.linalg.vector_norm(others, dim=-1)
     largest = torch.linalg.vector_norm(deltas, dim=-1).amax(-1, keepdim=True)
@@ -349,8 +349,8 @@ def linear_cka(
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
     Raises:
-        ValueError: fewer than 2 rows (4 if debiased). Equal rows in x or in y, or values that are not finite (NaN there
-            with `undefined="nan"`).
+        ValueError: fewer than 2 rows (4 if debiased). Equal rows in x or in y, or values that are not finite (NaN
+            instead with `undefined="nan"`).
     """
     x, y = widened(x), widened(y)
     broken = not_finite(x) | not_finite(y)
@@ -427,7 +427,7 @@ class LayerStages(NamedTuple):
     """Numbers of layers in the beginning, middle and ending of a model, and how far the middle stands out.
 
     `contrast` is the mean similarity within the middle minus the mean similarity of middle layers to all others. It is
-    0 if there are no others.
+    0 if all layers are in the middle.
     """
 
     num_beginning: int

@@ -42,7 +42,7 @@ def alpha_req(points: Points, *, fit_range: tuple[int, int] = (11, 100), undefin
     arXiv 2509.23024.
 
     Raises:
-        ValueError: fewer than 3 ranks in the range, points that are not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 3 ranks in the range, points that are not finite (NaN instead with `undefined="nan"`).
     """
     first, last = fit_range
     points = widened(points)
@@ -80,7 +80,7 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
     Source: Facco et al. 2017, equations 3 to 5.
 
     Raises:
-        ValueError: fewer than 3 different points, all ratios 1, points that are not finite (NaN there with
+        ValueError: fewer than 3 different points, all ratios 1, points that are not finite (NaN instead with
             `undefined="nan"`).
     """
     dtype, points = points.dtype, widened(points)
@@ -142,7 +142,7 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     Source: Ethayarajh 2019, section 3.3.
 
     Raises:
-        ValueError: fewer than 2 points, a point that is zero or not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 points, a point that is zero or not finite (NaN instead with `undefined="nan"`).
     """
     rows, problems = _directions(points)
     # |sum u_i|^2 = count + the sum over ordered pairs of different points, so no matrix of pairs is needed.
@@ -160,7 +160,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
     Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
 
     Raises:
-        ValueError: fewer than 2 points, a point that is zero or not finite (NaN there with `undefined="nan"`).
+        ValueError: fewer than 2 points, a point that is zero or not finite (NaN instead with `undefined="nan"`).
     """
     rows, problems = _directions(points)
     count = rows.shape[-2]
@@ -171,7 +171,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """Return the points scaled to norm 1, and the undefined sets by reason."""
+    """Return the points scaled to norm 1, and a mask of the undefined sets for each reason."""
     points = widened(points)
     broken = not_finite(points)
     points = zeroed(points, broken)
@@ -199,7 +199,7 @@ def massive_activation(
     median.
 
     Raises:
-        ValueError: no real token, a median of 0, values that are not finite (NaN there with `undefined="nan"`).
+        ValueError: no real token, a median of 0, values that are not finite (NaN instead with `undefined="nan"`).
     """
     rows, real = real_rows(widened(tokens), mask)
     broken = not_finite(rows)
@@ -236,7 +236,7 @@ def block_influence(
     Source: Men et al., ShortGPT, arXiv 2403.03853, equation 1.
 
     Raises:
-        ValueError: a state that is zero or not finite (NaN there with `undefined="nan"`).
+        ValueError: a state that is zero or not finite (NaN instead with `undefined="nan"`).
     """
     before, after = widened(before), widened(after)
     norms = [torch.linalg.vector_norm(state, dim=-1, keepdim=True) for state in (before, after)]
@@ -260,7 +260,7 @@ def step_ratio(
     over the layers the curse of depth.
 
     Raises:
-        ValueError: a zero state before the block, or a state that is not finite (NaN there with `undefined="nan"`).
+        ValueError: a zero state before the block, or a state that is not finite (NaN instead with `undefined="nan"`).
     """
     before, after = widened(before), widened(after)
     norm, step = (torch.linalg.vector_norm(state, dim=-1) for state in (before, after - before))

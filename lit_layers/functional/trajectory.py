@@ -32,7 +32,7 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
     Source: Gai & Zhang 2021, arXiv 2102.09235; Aubry et al., arXiv 2407.07810, section 3.2.
 
     Raises:
-        ValueError: a token with a step of length zero, or no step; NaN there with `undefined="nan"`.
+        ValueError: a token with a step of length zero, or no step; NaN instead with `undefined="nan"`.
     """
     if len(states) < 2:
         values, problems = states[0, ..., 0].double(), {"it takes a step": torch.tensor(True)}
@@ -46,8 +46,8 @@ def running_line_shape_score(states: States, *, undefined: Undefined = "raise") 
     Computed in one pass. L calls of `line_shape_score` would take L^2 / 2 steps.
 
     Raises:
-        ValueError: as `line_shape_score`. With `undefined="nan"`, values before a step of length zero or a non-finite
-            state stay defined, and only later values are NaN.
+        ValueError: in the cases of `line_shape_score`. With `undefined="nan"`, values before a step of length zero or a
+            non-finite state stay defined, and only later values are NaN.
     """
     return PathStats(states).running_line_shape_score(undefined)
 
@@ -62,7 +62,7 @@ def growth_rates(states: States, *, undefined: Undefined = "raise") -> Float[Ten
 
     Raises:
         ValueError: a state of norm zero (NaN in the two steps next to it with `undefined="nan"`), or a state that is
-            not finite (NaN from there on).
+            not finite (NaN in this and all later steps).
     """
     return PathStats(states).growth_rates(undefined)
 
@@ -79,7 +79,7 @@ def expodistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
     Source: Aubry et al., arXiv 2407.07810, section 3.3. We do not square the ratio.
 
     Raises:
-        ValueError: a state of norm zero, a last norm equal to the first one, or fewer than two steps; NaN there with
+        ValueError: a state of norm zero, a last norm equal to the first one, or fewer than two steps; NaN instead with
             `undefined="nan"`.
     """
     return PathStats(states).expodistance(undefined)
@@ -94,7 +94,7 @@ def equidistance(states: States, *, undefined: Undefined = "raise") -> PerToken:
     Source: Aubry et al., arXiv 2407.07810, figure 23.
 
     Raises:
-        ValueError: all steps have length zero, or there is no step; NaN there with `undefined="nan"`.
+        ValueError: all steps have length zero, or there is no step; NaN instead with `undefined="nan"`.
     """
     return PathStats(states).equidistance(undefined)
 

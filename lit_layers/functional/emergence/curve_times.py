@@ -313,7 +313,7 @@ def _t_test(rows: Array) -> float:
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
     each = rows @ weights.T
     error = each.std(0, ddof=1) / np.sqrt(count)
-    # Coarse values may give the same contrast in all rows. Its t would be infinite, but is no evidence.
+    # Coarse values may give the same contrast in all rows. Its t would be infinite without being evidence of a change.
     differ = error > 1e-12 * np.abs(rows).max()
     if not differ.any():
         return 0.0

@@ -362,8 +362,8 @@ def _condition_(
 ) -> None:
     """Turn independent normal numbers (draws, grid), in place, into draws of the processes given the values.
 
-    `white` (n, draws) are the whitened values minus the steps. With K_g the covariance of values and grid and
-    W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
+    `white` (n, draws) are the whitened values minus the steps. K_g is the covariance of values and grid, K_gg that of
+    the grid. With W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
     """
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
     groups: dict[Any, list[int]] = {}  # processes of a group share correlations

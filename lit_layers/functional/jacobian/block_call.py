@@ -168,7 +168,10 @@ ROWS = 8192
 
 
 def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return d block(X)[out] / d X[in], (batch, out, in, dim, dim), for positions (batch, out) and (batch, out, in)."""
+    """Return the Jacobians d block(X)[out] / d X[in] at some positions, (batch, out, in, dim, dim).
+
+    `outs` (batch, out) are positions of output tokens. `ins` (batch, out, in) are positions of input tokens.
+    """
     batch, tokens, dim = hidden.shape
     chunk = max(1, min(dim, ROWS // (batch * tokens)))
     prompts = torch.arange(batch, device=hidden.device)

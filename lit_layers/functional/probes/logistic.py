@@ -138,8 +138,8 @@ class PrincipalRows:
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
         """Return whether no entry of the gradient exceeds the tolerance in the unrotated coordinates."""
-        # A rotation keeps the norm, and the largest entry is at least the root mean square. If that exceeds the
-        # tolerance, the answer is no without a rotation.
+        # A rotation keeps the norm, and the largest entry is at least the root mean square. If the root mean square
+        # exceeds the tolerance, the gradient need not be rotated to know the answer.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
             return False
         return max(float((self.axes @ slope[:-1]).abs().max()), float(slope[-1].abs().max())) <= tolerance
