@@ -39,8 +39,8 @@ class Rows(NamedTuple):
 
     Args:
         batches: the batches to read, in a fixed order.
-        limit: read only the first `limit` rows; None: all rows.
-        at_once: the most rows that one `update` receives; None: as many as the pass holds at a time.
+        limit: read only the first `limit` rows. None means all rows.
+        at_once: the most rows that one `update` receives. None means as many as the forward pass holds at a time.
         precision: how the model runs: "float32" in float32 or wider, "own" in its own dtype, "bfloat16" with the matrix
             products inside blocks in bfloat16.
     """
@@ -88,7 +88,7 @@ class Analysis(ABC):
 
     name: str
     PRECISION: ClassVar[Precision] = "float32"  # the precision in which `compute` and `jobs` receive the model
-    SEES: ClassVar[Literal["text", "images"] | None] = None  # the input that a model must take; None: either
+    SEES: ClassVar[Literal["text", "images"] | None] = None  # the input that a model must take; None allows both
     NEXT_TOKEN: ClassVar[bool] = False  # whether only models that predict the next token are accepted
     LEAST: ClassVar[Mapping[str, float]] = {}  # name of an option -> its smallest allowed value
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets

@@ -52,7 +52,8 @@ class Invariance(Analysis):
     `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. For form "cross", `infonce_share`
     is 1 - loss / log N for N prompts. `lidar_within_over_delta` is the mean variance within prompts, divided by
     `delta`. The tag `num_layers_near_delta` counts the layers where this ratio is below 10; LiDAR says little about
-    such a layer. `changed_fraction` is the share of words that a view changes. Means over layers have no layer.
+    such a layer. `changed_fraction` is the share of words that a view changes. Records of means over layers have no
+    `layer`.
 
     Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves. The mean of
     a metric over these halves is `METRIC_of_half`. Values depend on the number of prompts, so compare them at equal

@@ -35,9 +35,10 @@ class ConceptAlignment(Analysis):
     that end in the same sub-token are equal. A category with fewer than 3 pairs left has no value at that layer.
 
     Records without a category are means over categories, with a bootstrap interval over categories. The interval of one
-    category's `concept_alignment` is over its word pairs. A cosine belongs to two word pairs, so the interval is that
-    of the values mean + 2 (m_i - mean). Here m_i is the mean cosine of pair i with the others. These values are the
-    first-order terms of a mean over two pairs (a U-statistic).
+    category's `concept_alignment` is over its word pairs. Each cosine involves two word pairs, so cosines are not
+    independent. The interval is therefore that of the mean of the values mean + 2 (m_i - mean), one per pair i. Here
+    m_i is the mean cosine of pair i with the other pairs. These values are the first-order terms of a mean over two
+    pairs (a U-statistic).
 
     The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
 

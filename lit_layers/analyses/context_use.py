@@ -242,10 +242,10 @@ class NgramAgreement(Analysis):
 
     The readout applies the model's own norm and head. The tag `order` is the n of the n-grams. The divergence is
     averaged over `num_tokens` tokens of each prompt, evenly spread from its second token on. It is then averaged over
-    prompts, with intervals. Means over layers 1..L have no layer. `random_ngram_divergence`, for orders above 1,
-    compares each token with the n-gram of another token of the prompt. A divergence below it shows that the prediction
-    uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in the corpus,
-    as counts are not smoothed. The model runs in float32 or wider.
+    prompts, with intervals. Records of means over layers 1..L have no `layer`. `random_ngram_divergence`, for orders
+    above 1, compares each token with the n-gram of another token of the prompt. A divergence below it shows that the
+    prediction uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in
+    the corpus, as counts are not smoothed. The model runs in float32 or wider.
 
     Source: as in `lit_layers.functional.ngram_divergence`.
 

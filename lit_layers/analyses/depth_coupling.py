@@ -40,8 +40,8 @@ TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
 class Coupling(Analysis):
     """Coupling of the blocks over depth at one token, with its random baseline and the blocks' singular values.
 
-    The coupling of a pair of blocks compares the Jacobian of the first block with the K leading singular vectors (the
-    bases) of the Jacobian of the second. For each number K of directions (tag `k`):
+    The coupling of a pair of blocks compares the Jacobian of the first block's residual branch with the K leading
+    singular vectors (the bases) of the second block's Jacobian. For each number K of directions (tag `k`):
 
     - `coupling`, the mean over pairs of different blocks, and `coupling_with_diagonal`, the mean over all pairs;
     - `coupling_by_distance`, the mean over pairs whose blocks are `distance` (tag) apart;

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
     prompt: Tensor  # (rows,)
     position: Tensor  # (rows,)
-    target: Tensor  # (rows,) NO_LABEL where there is no label
+    target: Tensor  # (rows,) NO_LABEL where a row has no label
     per_token: bool
 
     @property
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
         return self.target != NO_LABEL
 
     def chunks(self, size: int) -> "Iterator[Rows]":
-        """Yield the rows in order, at most `size` at a time; nothing without rows."""
+        """Yield the rows in order, at most `size` at a time; yield nothing if there are no rows."""
         for start in range(0, len(self.prompt), size):
             yield Rows(*(column[start : start + size] for column in self[:3]), per_token=self.per_token)
 
@@ -121,7 +121,8 @@ class FullModel:
         self.rows, self._share = rows, log_proba.exp()
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         nothing = torch.zeros_like(self._negative_entropy).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])  # `scores` of its own logits
+        # What `scores` returns for these logits themselves.
+        self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
@@ -310,9 +311,9 @@ class Interventions(ReadoutAnalysis):
     Args:
         batches: the data to measure on.
         variants: names of orders. The default is all except repeat_one.
-        middles: numbers of middle blocks; None: all that are possible.
+        middles: numbers of middle blocks. None means all that are possible.
         seeds: seeds of random orders.
-        loops: numbers of loops of looped_parallel.
+        loops: numbers of loops of the variant looped_parallel.
         custom: further orders, written as `1 2 (3,4,5) 6`.
         dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports how far the loss of
             the first prompts is from that in float32.

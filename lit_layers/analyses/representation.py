@@ -338,7 +338,7 @@ class StateGeometry(Analysis):
     Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, and
     `random_massive_activation`, its value for normally distributed entries. `block_influence` and `step_ratio`, of the
     block whose output is the layer, are averaged over the tokens of a prompt, then over prompts. The tag
-    `num_undefined_tokens` counts tokens without a value. Means over layers 1..L have no layer.
+    `num_undefined_tokens` counts tokens without a value. Records of means over layers 1..L have no `layer`.
 
     An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
     shared pass: no block runs again. The model runs in float32 or wider.
@@ -444,8 +444,8 @@ class PooledStates(Analysis):
 
     `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim). It is (sum l)^2 / sum l^2
     over the eigenvalues l of their covariance, between 1 and the smaller of prompts - 1 and dim. Intervals come from
-    `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Means over layers 1..L have no
-    layer.
+    `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Records of means over layers
+    1..L have no `layer`.
 
     The states are also written to the run's folder (`lit_layers.records.write_values`), so that checkpoints and seeds
     can be compared later. A prompt whose states are not finite at some layer is left out of the dimension.
@@ -490,16 +490,17 @@ class LayerSimilarity(Analysis):
     """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
 
     `layer_cosine` (tag `mode`) averages the cosine between a token's states at two layers within each prompt, then over
-    prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so that their norms weight them.
-    `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 rows. Both have records
-    for `layer` and `other_layer` in either order.
+    prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so tokens with a larger norm have
+    more weight. `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 rows. Both
+    have a record for every ordered pair of `layer` and `other_layer`.
 
-    `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe the contiguous division of layers 1..L
-    (without the embedding) by `layer_stages`. It uses the similarity named in the tag `of`, in its `mode`.
+    `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe how `layer_stages` divides layers 1..L
+    (without the embedding) into three contiguous parts. The division uses the similarity that the tag `of` names, in
+    its `mode`.
 
-    A layer that has no value with itself has none with any other layer, and the division is then NaN. A layer at which
-    most prompts are not finite has no alignment. A prompt that is not finite at another layer is left out of the
-    alignment.
+    If the similarity of a layer to itself is undefined, the layer has no value with any other layer, and the division
+    is NaN. A layer at which most prompts are not finite has no alignment. A prompt that is not finite at one of the
+    remaining layers is left out of the alignment at all layers.
 
     Prompts have equal weight in `layer_cosine`, which has intervals. `layer_cka` is over all rows together (tag
     `num_rows`), without intervals. Padding is never included. Options that differ from their defaults are tags. The

@@ -84,7 +84,7 @@ class Speed(Analysis):
     Records are tagged with the variant:
 
     - `latency` (median seconds for one text or image), `latency_first_quartile` and `latency_third_quartile`;
-    - `relative_latency`, the median of its ratio to the full model's;
+    - `relative_latency`, the median over rounds of the ratio of its latency to the full model's;
     - `throughput` (inputs per second in batches);
     - `peak_memory` (bytes during a pass over a batch, without the weights), and `weight_bytes` of the blocks that run.
 

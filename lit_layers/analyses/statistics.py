@@ -157,7 +157,7 @@ def require_values(name: str, records: Iterable[Record]) -> list[Record]:
 
 
 def all_undefined(name: str) -> ValueError:
-    """Return the error of an analysis without a single defined value."""
+    """Return the error to raise if an analysis has not a single defined value."""
     return ValueError(
         f"{name} is undefined for every prompt at every layer: the states, or what is derived of them, are zero, "
         "constant, not finite or of too few tokens"
@@ -213,8 +213,8 @@ def summarize_ratio(
     Every token has equal weight, whichever prompt it belongs to.
 
     Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts. They are those of
-    the mean of the linearised ratio R + (sum - R count) / mean count. If all counts are equal, these terms are the
-    prompts' own means sum / count.
+    the mean of one value per prompt, the linearised ratio R + (sum - R count) / mean count, where R is the returned
+    ratio. If all counts are equal, these values are the prompts' own means sum / count.
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
     `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
@@ -298,8 +298,8 @@ def layer_records(
 
     `values` is (layers + 1,) and `halves`, the values of random halves of the prompts, (layers + 1, halves). A layer
     whose value is NaN has no record. If it is one of 1..L, the mean is NaN, and its tag `num_undefined_layers` counts
-    such layers. `counted` maps names of tags to a flag per layer. The tag of a record counts the flagged layers among
-    those that the record is computed from.
+    such layers. `counted` maps the name of a tag to one flag per layer. In each record, the tag counts the flagged
+    layers that the record is computed from.
     """
     undefined = values.isnan()
     rows: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]
@@ -311,7 +311,8 @@ def layer_records(
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
         spread = None if halves is None else halves[members].mean(0)
         if spread is not None:
-            spread = spread[~spread.isnan()]  # a half may be undefined where the whole set is not
+            # Drop halves without a value. They are possible even if the whole set has a value.
+            spread = spread[~spread.isnan()]
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
         yield from half_records(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
 
@@ -342,6 +343,6 @@ def half_records(
 
 
 def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
-    """Clip an interval to the metric's range, extended to hold the value."""
+    """Clip an interval to the metric's range, or to a wider range that contains the value if it lies outside."""
     row = look_up(metric)
     return max(low, min(row.low, value)), min(high, max(row.high, value))

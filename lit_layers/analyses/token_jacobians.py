@@ -82,8 +82,8 @@ TIE = 1e-4  # singular values with a smaller relative gap are tied: their direct
 class TokenCoupling(Analysis):
     """Coupling over the tokens of a prompt, of a block with itself or another block, with its random baseline.
 
-    `J[l][t, s]` = d f_l(X)[t] / d X[s] is the Jacobian of block l from token s to token t. Its leading singular vectors
-    are its bases. There are three tables, each over pairs of tokens (t and t', or s and s'):
+    `J[l][t, s]` = d f_l(X)[t] / d X[s] is the Jacobian from token s to token t of f_l, the residual branch of block l.
+    Its leading singular vectors are its bases. There are three tables, each over pairs of tokens, t and t' or s and s':
 
     - `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`.
     - `input_context`: `J[l][t, s]` in the bases of `J[l'][t', s]`, for an input s <= t, t'.
@@ -143,8 +143,8 @@ class TokenCoupling(Analysis):
         """Return the values of one prompt and its number of measured tokens.
 
         Per pair of blocks and table: `means` (k, 3) of coupling, random and excess coupling, `map` (k, tokens, tokens),
-        and the number `undefined`. The means are NaN for a prompt of one token. Over the Jacobians that give bases:
-        `gaps` (k, number of defined ones), and which are `undefined`.
+        and the number `undefined`. The means are NaN for a prompt of one token. For the Jacobians that give bases:
+        `gaps` (k, defined Jacobians), and the mask `undefined` over all of them.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -256,7 +256,7 @@ class TokenCoupling(Analysis):
 class _Layer(NamedTuple):
     """Jacobians of one block between chosen tokens of one prompt, and their leading directions."""
 
-    index: Tensor  # (tokens, tokens) of output and input: index of the Jacobian, -1 if missing
+    index: Tensor  # (output tokens, input tokens): index into `jacobians`, -1 if there is none
     jacobians: Tensor  # (jacobians, dim, dim)
     factors: Factors
     norms: Tensor  # (jacobians,)
@@ -283,7 +283,7 @@ class _Layer(NamedTuple):
         return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
-        """Return `gaps` (k, jacobians) of the defined Jacobians, and which of all are `undefined`."""
+        """Return `gaps` (k, defined Jacobians), and the mask `undefined` (jacobians,) over all Jacobians."""
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
@@ -323,7 +323,7 @@ class CrossTokenInfluence(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return mean and number of undefined tokens (2, values, 1) by layer and group; group None is all s < t."""
+        """Return mean and number of undefined tokens, (2, values, 1), by layer and group, as in `_groups`."""
         distances, values = self._distances(int(seen.mask.sum()) - 1), Values()
         for layer in range(1, seen.num_layers + 1):
             influence = torch.stack(self._influence(seen, layer, distances))  # (values, distances)
@@ -352,7 +352,7 @@ class CrossTokenInfluence(Analysis):
         return distances[1:]
 
     def _groups(self, distances: list[int]) -> dict[int | None, list[int]]:
-        """Return the indices of the distances in each group; group None is all s < t."""
+        """Return the indices of the distances in each group. The group None holds all distances above 0."""
         groups: dict[int | None, list[int]] = defaultdict(list)
         for i, distance in enumerate(distances):
             groups[GROUPS[bisect.bisect_right(GROUPS, distance) - 1]].append(i)

@@ -35,8 +35,8 @@ class Trajectory(Analysis):
 
     The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token has no value if its state is
     zero or not finite. Its line shape is also undefined at the layer where a step of length zero ends, and at all later
-    layers. A metric of the whole path is NaN if no token has a value; the layers before the undefined ones keep their
-    records.
+    layers. If no token has a value, a metric of the whole path is NaN, but layers at which tokens have values keep
+    their records.
 
     `tokens="all"` measures the real tokens without the first `drop_first`; the first token is mostly a sink, whose path
     is unlike any other. `tokens="last"` measures only the last of these. The model runs in float32 or wider.
@@ -113,11 +113,11 @@ class PathsInPlane(Analysis):
     along an axis. Both have the tag `prompt`, from 1. `plane_variance` is the share along both axes, averaged over
     prompts.
 
-    Mean and axes are fitted to all real tokens of the prompt but the first `drop_first`. The first token is mostly a
-    sink far from all others; in an image, it is the class token. At most `num_tokens` of the fitted tokens, evenly
-    spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first `num_prompts` prompts are
-    measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie on a line or are not
-    finite. The tag `num_undefined` counts these prompts.
+    Mean and axes of the plane are fitted to all real tokens of the prompt except the first `drop_first`. The first
+    token is mostly a sink, whose state is far from all others; in an image, it is the class token. At most `num_tokens`
+    of the fitted tokens, evenly spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first
+    `num_prompts` prompts are measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie
+    on a line or are not finite. The tag `num_undefined` counts these prompts.
 
     `states="hf"` ends each path after the final norm. The model runs in float32 or wider.
 
@@ -135,7 +135,7 @@ class PathsInPlane(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Seen, batch: Batch) -> Values:
-        """Return the recorded tokens of a prompt, their coordinates and the shares of variance, each padded."""
+        """Return the recorded tokens of a prompt and their coordinates, padded to `num_tokens`, and the shares of variance."""
         shown = torch.full((self.num_tokens, 1), -1)
         points = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)

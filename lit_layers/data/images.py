@@ -306,7 +306,8 @@ class EvalImages(Batches):
         source: As in `LitImageData`: `digits`, `cifar10`, `cifar100`, a local path, or `ORG/NAME` of the Hub.
         split: `test` or `train`.
         num_images: Number of images. A larger set begins with the images of a smaller one.
-        image_size: Side of the model's input in px. None: the size of the source's images, or 224 if they are large.
+        image_size: Side of the model's input in px. None means the size of the source's images, or 224 if they are
+            large.
         batch_size: Images per batch; the last batch may be smaller.
         seed: Decides which images are drawn, and their order.
         normalisation: `imagenet` and `half` (mean and standard deviation 0.5) normalise each channel by fixed numbers.

@@ -73,7 +73,7 @@ class TaskTexts(Texts):
 
     Args:
         task: A name in the catalogue, or a `ProbeTask`.
-        folder: A folder of local data with the task's files. None: the Hub.
+        folder: A folder of local data with the task's files. None means the Hub.
         part: The split: `train`, `validation` or `test`.
         num_texts: Number of texts; a split with fewer gives all it has. None means all texts.
         seed: Decides which texts are drawn.
@@ -263,7 +263,7 @@ class BenchmarkPrompts(_EncodedBatches):
 
     Args:
         tokenizer: A local path, or a name on the Hub.
-        folder: A folder of local data, whose `tasks.yaml` names the files of the prompts. None: the Hub.
+        folder: A folder of local data, whose `tasks.yaml` names the files of the prompts. None means the Hub.
         num_prompts: Number of prompts over all benchmarks.
         max_tokens: Longer prompts are truncated.
         batch_size: Prompts per batch, in their order; 1 needs no padding.

@@ -142,7 +142,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         task: Name of an lm-eval task, or path of an lm-eval task file (yaml). With `folder`, a name in `LOCAL_TASKS`.
         tokenizer: A local path or a name on the Hub.
         results: The folder of the results.
-        folder: A folder of local data, whose `tasks.yaml` names the files of the task. None: lm-eval loads the data.
+        folder: A folder of local data, whose `tasks.yaml` names the files of the task. If None, lm-eval loads the data.
         variants: Names from `lit_layers.functional.block_schedules.NAMES`. The full model is always scored.
         middles: Numbers of middle blocks that the variants change. None means all possible numbers.
         seeds: Seeds of the random orders.
@@ -150,7 +150,8 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         custom: Additional schedules, written as `1 2 (3,4,5) 6`.
         limit: Score only the first `limit` rows. None means all rows.
         batch_size: Inputs per batch.
-        max_new_tokens: Most tokens to generate for a text. None: the task's own limit, or lm-eval's 256.
+        max_new_tokens: Most tokens to generate for a text. If None, the task's own limit applies, or else lm-eval's
+            256.
         dtype: `bfloat16` runs matrix products and attention within blocks in bfloat16.
         tell: Callback that receives one line of progress at a time.
     """

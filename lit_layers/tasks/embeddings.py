@@ -75,7 +75,7 @@ class SentenceEncoder:
         return {"query": "", "document": "", **dict(self.prompts)}
 
     def text(self, text: str, prompt_name: str | None) -> str:
-        """Return the text as the model reads it, after the prompt with this name (None: the default prompt)."""
+        """Return the text as the model reads it, after the prompt with this name or, if None, the default prompt."""
         whole = self.prompt_map.get(prompt_name or self.default_prompt or "", "") + text
         return whole.lower() if self.lowercases else whole
 
@@ -238,7 +238,7 @@ class LayerEncoder:
     Args:
         embeddings: The embeddings of the task's texts.
         layer: The layer, 0 to L.
-        encoder: The sentence-encoder settings, whose prompts are put before texts. None: no prompts.
+        encoder: The sentence-encoder settings, whose prompts are put before texts. None means no prompts.
         follows: Whether this layer uses the encoder's normalisation and similarity. If not, pooled vectors are not
             normalised and are compared by their cosine.
     """

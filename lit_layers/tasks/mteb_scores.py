@@ -142,8 +142,8 @@ class MtebTask(TokenizerMixin, Analysis):
 
     def _option_tags(self) -> dict[str, Any]:
         """Return tags for options that differ from their defaults. Means combine only tasks with equal tags."""
-        # The tag is not named `seed`: pages, exports and `correlate` ignore records with that tag, as one of several
-        # random draws.
+        # The tag is not named `seed`, because pages, exports and `correlate` take a record with that tag for one of
+        # several random draws and ignore it.
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
         where = "the last layer" if self.modules == "last" else "every layer"
         encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}

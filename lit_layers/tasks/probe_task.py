@@ -151,8 +151,8 @@ class ProbeTask(Task):
         Blank rows are dropped and counted.
 
         Args:
-            folder: A folder of local data, whose `tasks.yaml` names the files of a local copy. None: the Hub. Tasks
-                whose source is a local file ignore it.
+            folder: A folder of local data, whose `tasks.yaml` names the files of a local copy. None means the Hub.
+                Tasks whose source is a local file ignore it.
 
         Raises:
             InputError: An option is invalid (see `check`). A file, split, column, text or label is missing. The Hub

@@ -178,13 +178,13 @@ def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer:
 class AttentiveProbe(Analysis):
     """A probe per layer, 0 to L, that predicts the `labels` of texts or images by attending to tokens.
 
-    The queries of the attention are learned.
-    `LabelProbe` reads one vector per row; this probe also finds information in tokens whose position differs between
-    rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows, and the scores of a prediction of
-    the class frequencies in training, on the same rows (tag `reference="majority"`). Rows, duplicates and intervals are
-    as in `LabelProbe`. The probe attends to all tokens; in an image, to the class token and patches. A layer at which
-    fewer than half of all rows have finite states has no probe. A row whose states are not finite at a layer with a
-    probe is left out at all layers and counted in `num_undefined`.
+    The attention uses learned queries. `LabelProbe` reads one vector per row; this probe also finds information in
+    tokens whose position differs between rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test
+    rows, and the scores of a prediction of the class frequencies in training, on the same rows (tag
+    `reference="majority"`). Rows, duplicates and intervals are as in `LabelProbe`. The probe attends to all tokens; in
+    an image, to the class token and patches. A layer at which fewer than half of all rows have finite states has no
+    probe. A row whose states are not finite at a layer with a probe is left out at all layers and counted in
+    `num_undefined`.
 
     The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs
     one forward pass over the rows, after a first pass that finds non-finite states. The model runs in float32 or wider.

@@ -50,7 +50,7 @@ class Pass(NamedTuple):
     input_ids: Tensor  # (batch, tokens)
     row: Tensor  # (k,) indices into the rows
     context: Tensor  # (k,) index of the context that holds the row
-    position: Tensor  # (k,)
+    position: Tensor  # (k,) position of the row in its context
 
 
 def duplicates(texts: Sequence[Tensor], others: Sequence[Tensor]) -> set[int]:

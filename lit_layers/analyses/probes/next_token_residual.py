@@ -27,11 +27,12 @@ EPS = 1e-5  # the eps to use if a norm has no attribute for it; the code of Olmo
 
 @dataclass(kw_only=True)
 class NextTokenResidual(Analysis):
-    """Least squares of the next token's vocabulary index on the states of all positions of all texts, per layer 0..L.
+    """Least-squares prediction of the next token's vocabulary index from the states at all positions, per layer 0..L.
 
     Per layer, with `n` counting rows (positions):
 
-    - `prediction_residual`, the mean squared residual divided by the variance, in sample, in [0, 1];
+    - `prediction_residual`, the mean squared residual divided by the variance of the indices, on the rows that are
+      fitted, in [0, 1];
     - `adjusted`, the prediction residual corrected for the number of features;
     - `held_out`, the residual of a fit on the share `split` of the texts, scored on the other texts;
     - `rank`, the rank of the matrix of features.

@@ -194,9 +194,9 @@ def score_records(
         layer: layer of the records.
         baseline: squared errors of predicting the training mean, for R^2.
         intervals: whether to compute bootstrap intervals over rows. The accuracy always has Wilson's interval.
-        rows: mask (rows of the split,) of the scored rows; None: all rows.
+        rows: mask (rows of the split,) of the scored rows. None means all rows.
 
-    The log-loss is over the rows whose class occurs in training; the others count as errors of the accuracy.
+    The log-loss is over the rows whose class occurs in training. For the accuracy, all other rows count as errors.
     """
     rows = torch.ones(len(targets), dtype=torch.bool) if rows is None else rows
     fields: dict[str, Any] = {"layer": layer, "rows": rows}

@@ -43,7 +43,7 @@ from lit_layers.tasks.text_features import (
 
 @dataclass(kw_only=True)
 class TaskTexts:
-    """The texts of a downstream task, as probes read them.
+    """Base of the analyses that probe the texts of a downstream task.
 
     A layer at which fewer than half of all rows have finite features has no probe. A row whose features are not finite
     at a layer with a probe is left out at all layers and counted in `num_undefined`.
@@ -55,7 +55,7 @@ class TaskTexts:
         task: a name of the catalogue, or a `ProbeTask`.
         tokenizer: a local path, a name on the Hub, or bpe:SIZE.
         corpus: the text on which the tokenizer bpe:SIZE is trained.
-        folder: local folder with the task's files; None: the Hub.
+        folder: local folder with the task's files. None means the Hub.
         name: name of the analysis; by default its kind and the task.
         pooling: "last", "mean" or "cls".
         max_tokens: longer texts are cut at their end. The model's own limit applies if it is lower.
@@ -67,7 +67,7 @@ class TaskTexts:
             `penalty`, `tolerance` and `max_iterations` are not used.
     """
 
-    kind: ClassVar[str]  # prefix of the name
+    kind: ClassVar[str]  # first part of the default name
     SEES: ClassVar = "text"
     LEAST: ClassVar = {**ProbeAnalysis.LEAST, "penalty": 0}
 
@@ -139,8 +139,8 @@ class Probe(TaskTexts, ProbeAnalysis):
     (nats), or `mean_squared_error` and `r_squared` (against predicting the training mean). Records tagged
     `reference="majority"` (or "mean") score a constant prediction, the training labels' frequencies (or mean), on the
     test rows. Records tagged `control="random_labels"` come from probes fitted to permuted labels. A test row of a
-    class without training rows counts as an error and is left out of the log-loss. Records without a layer (tag `of`)
-    describe how the test score rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and
+    class without training rows counts as an error and is left out of the log-loss. Records without a layer describe how
+    a test score, which the tag `of` names, rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and
     `inflection_layer`. No single step after the plateau layer gains more than 0.01.
 
     If `fit_on` is "train", `validation` is also scored: choose layers by these scores. Test and validation scores have
@@ -271,9 +271,9 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
         task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator: as for
             `Probe`.
         name: name of the analysis; sample_sizes/TASK by default.
-        layers: layers to measure; None: all, including layer 0.
+        layers: layers to measure. None means all, including layer 0.
         num_seeds: number of permutations.
-        seed: first seed; the others follow it.
+        seed: the first seed; the others are the numbers that follow it.
     """
 
     kind = "sample_sizes"
