@@ -24,7 +24,7 @@ Array = NDArray[np.floating[Any]]
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
 GRID = 300  # largest number of points of a drawn curve; there are at least 2 per interval between checkpoints
-RETURNED = 0.25  # a curve that keeps at most this share of its largest change does not emerge
+RETURNED = 0.25  # a curve that keeps at most this share of its largest change to the end does not emerge
 # A drawn curve shows its last level if it stays there for at least SEEN times the time from its half-way point to that
 # level. The level counts as not reached if more than the share OFTEN of the drawn curves do not show it.
 SEEN, OFTEN = 0.6, 0.1
@@ -277,9 +277,9 @@ class _Curve:
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """Return the p-value of this curve: the share of all curves that look at least as little flat as this one.
+        """Return the p-value of this curve: the share of curves that stand out at least as much as this one.
 
-        All curves are this one and the simulated flat curves in `flat`.
+        The curves are this one and the simulated flat curves in `flat`.
 
         The test statistic is the smallest rank over all statistics. It is computed in the same way for every curve,
         which makes the p-value valid although several statistics are tried.

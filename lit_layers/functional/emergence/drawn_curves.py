@@ -153,7 +153,7 @@ class Pairs:
     def split(self, side: int) -> "Pairs":
         """Return nine pairs for each pair, by splitting its step `side` (0 or 1).
 
-        In the new pairs, the part of the split step comes second.
+        In the new pairs, the part of the step that was split comes second.
         """
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
@@ -501,7 +501,7 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
     Half of the weight follows the evidence of all models, half that of models with at most one step. Two smooth steps
     explain almost everything, so that the process has almost no variance. Such a model is too certain of the peak
     between its steps, whose true shape is unknown. A process with at most one step wanders where a curve with two steps
-    is flat. Neither is exactly right for a training curve, so both get half of the weight.
+    is flat. Neither is exactly right for a training curve, so each determines half of the weight.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None

@@ -355,8 +355,8 @@ def _wide(states: Tensor) -> Tensor:
 
 # Fast probes during training: a shrunk linear discriminant, then a few steps towards the logistic optimum.
 
-PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # candidates for l, from 10 to 0.001
-SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # candidates for r: as if r rows at the overall mean were added to each class
+PENALTIES = [10 ** (exponent / 2) for exponent in range(2, -7, -1)]  # penalties to try, from 10 to 0.001
+SHRINKAGES = [10.0, 30.0, 3.0, 1.0]  # shrinkages to try: numbers of rows at the overall mean, added to each class
 NUM_FOLDS = 5
 ENOUGH = 500  # if the first fold has at least this many rows, only this fold is held out
 STEPS, COMPONENTS = 4, 128

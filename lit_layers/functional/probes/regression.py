@@ -21,7 +21,7 @@ from lit_layers.functional._checks import (
 # Squaring halves the digits of singular values. If the smallest eigenvalue of X'X + penalty I is below this share of
 # the largest, the singular values of X itself are used instead.
 SMALLEST_SHARE = 1e-10
-PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # candidates of one layer, the strongest first
+PENALTIES = [10 ** (exponent / 2) for exponent in range(10, -7, -1)]  # penalties to try, the strongest first
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,8 +191,8 @@ def prediction_residual(
     `value` = mean squared residual / population variance of the ids, in [0, 1], fitted and scored on all m rows. It is
     0 if the rank r of the centred features is m - 1 (generically if m <= dim + 1). Useless features give
     1 - r / (m - 1) in expectation, so compare values only at equal m and dim. `adjusted` = value (m - 1) / (m - 1 - r)
-    removes this effect. With `split`, `held_out` is the mean squared residual on the rows where `split` is False,
-    divided by the variance of their ids, of a fit on the rows where it is True. It may exceed 1. If `token_ids` has q
+    removes this effect. With `split`, another fit uses only the rows where `split` is True. `held_out` is its mean
+    squared residual on the other rows, divided by the variance of their ids. It may exceed 1. If `token_ids` has q
     columns, the values are (*n, q) from one decomposition.
 
     `normalize` acts on each row: "layer_norm" and "rms_norm" as such a layer with `eps` does, with weight 1 and bias 0.
@@ -293,10 +293,10 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the singular values of the centred features that are not rounding errors, with vectors and number.
+    """Return the singular value decomposition of the centred features, without values of rounding size.
 
     Returns:
-        Left vectors, values, transposed right vectors, and the number of the values.
+        Left singular vectors, singular values, transposed right singular vectors, and the number of values.
     """
     features = triangle[1:, 1:-num_targets]
     left, values, right = torch.linalg.svd(features, full_matrices=False)
