@@ -180,7 +180,10 @@ def now(device: torch.device) -> float:
 
 
 def state_of(output: Any) -> Tensor:
-    """Return the hidden states in a block's output: a tensor, or the first item of a tuple (older transformers)."""
+    """Return the hidden states in a block's output.
+
+    The output is the states themselves, or a tuple with the states first, as in older versions of transformers.
+    """
     return output[0] if isinstance(output, tuple | list) else output
 
 
@@ -268,7 +271,7 @@ def _version_of(tensor: Tensor, is_table: bool) -> int | bytes:
 
 
 def hook_ids(model: nn.Module) -> dict[str, set]:
-    """Return the ids of the hooks of each module and hook kind, for modules that have hooks."""
+    """Return the ids of all hooks in a model, by the path of the module and the kind of hook."""
     return {path + kind: set(ids) for part, path in _modules(model) for kind in HOOKS if (ids := getattr(part, kind))}
 
 

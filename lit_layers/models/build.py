@@ -262,7 +262,7 @@ def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         return CONFIG_MAPPING[kind].from_dict(settings).to_dict()
     except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError):
-        # Config classes compute with their fields, so damaged values raise many kinds of errors.
+        # Catch many kinds of errors, because config classes compute with their fields, which may have damaged values.
         return settings
 
 

@@ -92,13 +92,13 @@ def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -
 
 def _set_depth(config: Any, num_layers: int) -> None:
     """Set the number of blocks in a config, and shorten fields with one entry per block."""
-    for name in PER_BLOCK:  # skips properties, which the config computes from the depth
+    for name in PER_BLOCK:  # except properties, which the config computes from the depth
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo: [[pattern, repetitions]]
         config.attention_types = [[config.attention_layers, 1]]
-    # Every config of transformers accepts this name; GPT-2 maps it to `n_layer`.
+    # Every config of transformers accepts the name `num_hidden_layers`; that of GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
     # Models that can be a backbone list the names of their layers. `None` selects the last layer as the output.
     if getattr(config, "stage_names", None) is not None:

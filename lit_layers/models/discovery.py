@@ -59,7 +59,7 @@ class FoundFamily(Family):
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
         """Return the logits of states (batch, tokens, dim), by the model's own call with bypassed blocks."""
-        # If the head reads one token at a time, each token becomes a text of one token. Then `hidden` may hold any
+        # If the head reads one token at a time, make each token a text of one token, so that `hidden` may hold any
         # selection of tokens.
         states = hidden if self.needs_all else hidden.reshape(-1, 1, hidden.shape[-1])
         blocks = self.block_list(model)
@@ -177,7 +177,7 @@ def _choose(model: Network, chains: dict[str, list[SeenCall]], depth: int | None
     """Return the path of the blocks among the candidate lists.
 
     Raises:
-        Unproven: if several lists have more than one module. Also if none has, and the depth in the config is not 1.
+        Unproven: if several lists have more than one module, or if no list has and the depth in the config is not 1.
     """
     paths = [path for path, row in chains.items() if len(row) > 1]
     if len(paths) > 1:

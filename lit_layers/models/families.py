@@ -84,7 +84,7 @@ IMAGES = ("pixel_values",)
 
 
 def trunk_of(model: Network) -> Network:
-    """Return the model without its head (`base_model` in transformers); the model itself if it has no head."""
+    """Return the model without its head (`base_model` in transformers), or the same model if it has no head."""
     trunk = getattr(model, "base_model", model)
     # In transformers 5.17, `base_model` of CLIPVisionModelWithProjection returns the model itself, head included.
     is_clip = trunk is model and hasattr(model, "visual_projection") and not hasattr(model, "text_model")
@@ -92,7 +92,7 @@ def trunk_of(model: Network) -> Network:
 
 
 def text_config(config: Any) -> Any:
-    """Return the text part of a multimodal model's config; the config itself for other models."""
+    """Return the text part of a multimodal model's config; return the config of any other model unchanged."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -328,7 +328,8 @@ FAMILIES = (
     _decoder("qwen2", "Qwen2"),
     _decoder("qwen3", "Qwen3"),
     # RoBERTa numbers its tokens by comparing input ids with `pad_token_id`, not by the mask. A real token with that id
-    # would get the position of padding, so position ids are always passed. No final norm: each block ends in one.
+    # would get the position of padding, so position ids are always passed. There is no final norm, because each block
+    # ends in a norm.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
            first_position=roberta_offset),
     # A row also works for image models without weights (meta device). `structure` must run a model to count its prefix
@@ -343,7 +344,7 @@ FAMILIES = (
     _images("vit_mae", "ViTMAE", mae_head, classes=("ViTMAEForPreTraining", "ViTMAEModel"), call=call_mae,
             features=partial(call_mae, trunk=True)),
     # With `use_mean_pooling`, BEiT's `layernorm` is the identity and the pooler applies a norm after the mean over
-    # patches. Then the "final norm" does not change the last layer.
+    # patches. In such a model, the "final norm" of this row does not change the states of the last layer.
     _images("beit", "Beit", beit_head),
     # CLIP applies `post_layernorm` to the class token only and returns patches as the last block leaves them. Here the
     # norm applies to all tokens, so `last_hidden_state` would differ from it. The pooled outputs agree.

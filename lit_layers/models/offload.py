@@ -60,7 +60,7 @@ class Offload:
     def _device_map(self, model: nn.Module) -> dict[str, str]:
         """Map modules in lists (the blocks) to the disk and all others (embedding, norm, head) to the device."""
         device, device_map = str(self.device), {}
-        if device == "cuda":  # the first GPU for safetensors, the current one for torch
+        if device == "cuda":  # name one GPU: "cuda" is the first one for safetensors, but the current one for torch
             device = f"cuda:{torch.cuda.current_device()}"
 
         def place(module: nn.Module, path: str) -> None:
@@ -92,7 +92,7 @@ def execution_device(model: nn.Module) -> torch.device:
 
 
 def weight(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Return a weight of the model: `tensor` itself, or the weight that accelerate stores if `tensor` is on meta.
+    """Return a weight of the model: `tensor`, or the weight that accelerate has stored if `tensor` is on meta.
 
     Raises:
         InputError: if accelerate does not store it.

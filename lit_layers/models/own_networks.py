@@ -263,7 +263,7 @@ def _pick_key(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[An
     """Return the key of the scores: "logits", or the only candidate.
 
     Raises:
-        InputError: if there is no candidate, or several without the name "logits".
+        InputError: if there is no candidate, or there are several and none of them is named "logits".
     """
     if "logits" in fitting or len(fitting) == 1:
         return "logits" if "logits" in fitting else fitting[0]

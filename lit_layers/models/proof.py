@@ -182,7 +182,8 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
 class PositionTables(TorchFunctionMode):
     """A mode that measures position tables while a model runs: `limit` is the number of tokens that fit all of them.
 
-    A table is a position table if consecutive ids (n, n + 1, ...) are looked up in it. Without one, `limit` is None.
+    A table is a position table if consecutive ids (n, n + 1, ...) are looked up in it. If the model has none,
+    `limit` is None.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -329,7 +330,7 @@ class Evidence:
         raise Unproven(reasons[-1])
 
     def check_args(self) -> None:
-        """Check that the other arguments of blocks depend only on the batch, and not on states.
+        """Check that the arguments that blocks get besides their state depend only on the batch, not on other states.
 
         The model runs again with bypassed blocks, and must call each block with the same arguments as before.
 
@@ -382,7 +383,7 @@ class Evidence:
         """Check that no block gets layer 0 as an additional argument.
 
         Raises:
-            Unproven: if a block gets it.
+            Unproven: if a block gets layer 0 besides its state.
         """
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):

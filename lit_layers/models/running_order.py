@@ -34,11 +34,11 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     blocks would not see the executions, so blocks with hooks are refused.
 
     Args:
-        schedule: a number runs that block (1..L) on the current state. A tuple runs each of its blocks on the same
-            state and averages their outputs.
+        schedule: the steps in order. A number runs that block (1..L) on the current state. A tuple of numbers runs each
+            of these blocks on the current state and averages their outputs.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. Its code averages the keys and values of
-    parallel blocks, which we do not, because it is wrong from the second generated token on.
+    parallel blocks. We do not do this, because the results would be wrong from the second generated token on.
 
     Raises:
         InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in a running order
@@ -77,9 +77,9 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 class _Order:
     """Replacement forwards of the blocks inside a `running_order` context.
 
-    The forward of each block records its arguments and returns its input. That of the last block then runs the schedule
-    on the input of block 1. The model reads the number of cached tokens from the first L slots of a key-value cache.
-    Each execution of a block stores its keys and values in a slot after these.
+    The forward of each block records its arguments and returns its input. The forward of the last block also runs the
+    schedule, on the input of block 1. The model reads the number of cached tokens from the first L slots of a key-value
+    cache, so each execution of a block stores its keys and values in a slot after these.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class _Order:
 
 
 def _slot_view(value: Any, slot: int, number: int) -> Any:
-    """Return a view of one slot for block `number` if an argument is a cache, and other arguments unchanged."""
+    """Prepare one argument of block `number`: replace a cache by a view of one slot, return all else unchanged."""
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
@@ -211,7 +211,7 @@ class SharedPrefixes:
         indices: dict[Schedule, list[int]] = {}
         for index, schedule in enumerate(schedules):
             indices.setdefault(checked(schedule, num_blocks), []).append(index)
-        # Sorted, so that schedules with a common prefix follow each other.
+        # Sort the schedules, so that those with a common prefix follow each other.
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:

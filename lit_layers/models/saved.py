@@ -47,8 +47,8 @@ def load(
         folder_or_repo: a local folder, or a repository of the Hub.
         revision: branch, tag or commit of the repository.
         dtype: dtype of the weights.
-        offload: if given, the blocks stay on the disk and the rest is loaded to `offload.device`. By default, the whole
-            model is loaded to the CPU.
+        offload: if given, the blocks remain on the disk, and embedding, final norm and head are loaded to
+            `offload.device`. By default, the whole model is loaded to the CPU.
 
     Raises:
         InputError: if the folder or its model does not exist, or the weights do not fit the model or the memory.

@@ -41,8 +41,8 @@ class _Scheduled(L.Callback):
     """A callback that acts once at each optimizer step of a schedule, and at the first and the last step.
 
     A step is an update of the network, however many batches it accumulates. With manual optimization, only optimizers
-    that hold the network's parameters count. If several step in one batch, the one with the most steps counts. If a
-    batch makes several steps, a scheduled step among them is due at the end of the batch.
+    that hold the network's parameters count. If several optimizers step in one batch, the one with the most steps
+    counts. If one of the steps of a batch is in the schedule, the callback acts at the end of that batch.
 
     The first rank locks the run's folder (`root`) for writing during training, if its process does not hold the lock
     already (`lit-layers fit` does). If several such callbacks write to one folder, the first of them starts a new run

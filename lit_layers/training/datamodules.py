@@ -71,7 +71,8 @@ class LitStepData(L.LightningDataModule):
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
         """Return the batches of validation sample indices for this rank."""
         trainer = self._get_trainer()
-        # A rank without samples would skip validation, and the other ranks would wait for it forever.
+        # Refuse fewer samples than ranks: a rank without samples would skip validation, and the other ranks would wait
+        # for it forever.
         if count < trainer.world_size:
             raise InputError(
                 f"data.{option}: expected at least one for each of {trainer.world_size} ranks, got {count}"
@@ -98,7 +99,7 @@ class LitTextData(LitStepData):
         tokenizer: a Hub name, a local tokenizer, or `bpe:SIZE`.
         num_tokens: context length: predictions per sequence.
         global_batch_size: sequences per optimizer step, over all ranks and micro-batches.
-        num_validation_sequences: number of validation blocks; the first ones are used.
+        num_validation_sequences: number of validation blocks that are used, from the first on.
         validation_batch_size: sequences per validation batch and rank.
         seed: seed for the order of the training blocks.
         shuffle_tokens: whether to shuffle the tokens within each training block, as a control without word order. A
@@ -253,7 +254,7 @@ class LitImageData(LitStepData):
         }
 
     def prepare_data(self) -> None:
-        image_source(self.source_name).check()  # Lightning calls this in one process per machine
+        image_source(self.source_name).check()  # may download: Lightning calls this once per machine
 
     def setup(self, stage: str) -> None:
         source = image_source(self.source_name)
@@ -324,7 +325,7 @@ class LitImageData(LitStepData):
 
 
 class SampleOrder:
-    """The image index of each training sample: endless seeded permutations, each image `num_repeats` times in a row."""
+    """The order of the training images: endless seeded permutations, with each image `num_repeats` times in a row."""
 
     def __init__(self, num_images: int, *, seed: int, num_repeats: int = 1) -> None:
         self.num_images, self.num_repeats = num_images, num_repeats
@@ -365,12 +366,12 @@ class TrainingImages(Dataset):
         try:
             return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}
         except InputError as error:
-            # Returned, not raised: an exception in a worker would reach the user as a traceback.
+            # Return the error instead of raising it: an exception in a worker would reach the user as a traceback.
             return error
 
     def _transformed(self, transform: Callable[..., Any], chosen: Sequence[int], ids: Sequence[int]) -> Tensor:
         images = []
-        # Without workers, training draws from the same global generators: restore their states.
+        # Restore the states of the global random generators: without workers, training draws from them too.
         with restore_random_state():
             for index, position in zip(chosen, ids, strict=True):
                 digest = hashlib.blake2b(f"{self.seed}/{position}".encode(), digest_size=8).digest()

@@ -9,7 +9,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-# Elements per chunk: a chunk stays in the CPU cache from one operation to the next (2^17 x 4 B = 0.5 MB).
+# Number of logits that are processed at once, so that they remain in the CPU cache from one operation to the next
+# (2^17 x 4 B = 0.5 MB).
 _CHUNK = 2**17
 
 

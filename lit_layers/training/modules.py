@@ -133,9 +133,9 @@ _EAGER_LOSS = ("cpu",)
 class LitModule(L.LightningModule, ABC):
     """The base of all training modules: optimizer, schedule, gradient clipping and norm, checkpoints.
 
-    The plain model is at `.model` and stays eager. The module works in any Trainer, with a data module of this package
-    or with plain loaders. It logs the loss as `train/loss` and validates after step `max_steps`. `load_from_checkpoint`
-    opens checkpoints that the Trainer saved.
+    The plain model is at `.model` and is never compiled. The module works in any Trainer, with a data module of this
+    package or with plain data loaders. It logs the loss as `train/loss` and validates after step `max_steps`.
+    `load_from_checkpoint` opens checkpoints that the Trainer saved.
 
     Args:
         options: the module's arguments by name, for the checkpoint; plain values.

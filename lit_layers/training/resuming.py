@@ -91,7 +91,7 @@ def _message(what: str, step: int, root: Path) -> str:
 
 
 # Exact resume: a killed run continues with the same bits as an uninterrupted one. Everything random is a function of
-# the step (`StepSeed`, `StepSampler`). A resume checkpoint holds the rest: weights, optimizer, schedule, loop counters,
+# the step (`StepSeed`, `StepSampler`). A resume checkpoint holds all else: weights, optimizer, schedule, loop counters,
 # and the length of `metrics.jsonl`. Unlike the saved series, old resume checkpoints are deleted, only this package
 # reads them, and they have their own schedule.
 
@@ -111,7 +111,7 @@ class ResumeCheckpoint(L.Callback):
 
     A checkpoint is written when a step is complete, including its measurements and validation. This happens every
     `every` steps, at the end, and after any rank received SIGTERM. SIGTERM then ends the run with Lightning's
-    `SIGTERMException`. This must be the last callback, so that the checkpoint contains the states of the others.
+    `SIGTERMException`. This must be the last callback, so that it saves the final states of the others.
 
     Args:
         root: the run's folder.
@@ -130,8 +130,9 @@ class ResumeCheckpoint(L.Callback):
         self._writing: Future[None] | None = None  # the write in progress, only on the first rank
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # Lightning's handler starts a collective as soon as the signal arrives. If a rank is inside another collective,
-        # or the signal reaches the ranks one after the other, they would wait for each other forever.
+        # Replace Lightning's handler of SIGTERM, which starts a collective operation as soon as the signal arrives. If
+        # a rank is inside another one, or the signal reaches the ranks one after the other, they would wait for each
+        # other forever.
         self._stopping, connector = False, cast("Any", trainer)._signal_connector
         connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy

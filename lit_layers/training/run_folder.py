@@ -333,7 +333,7 @@ class RunFolder(L.Callback):
     Args:
         config: the text of `config.yaml`.
         options: the same options as plain values, for `run.json` and W&B.
-        mirror: the W&B mirror, if any.
+        mirror: the object that mirrors the run to W&B, or None.
         resume: whether the run in `root` continues.
         goes_back: whether the run resumes at a step that the user chose. Its later measurements are then void. A run
             that resumes from its last checkpoint repeats the same steps, so they stay valid.
