@@ -135,7 +135,7 @@ class PathsInPlane(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Seen, batch: Batch) -> Values:
-        """Return the recorded tokens of a prompt and their coordinates, padded to `num_tokens`, and the shares of variance."""
+        """Return the recorded tokens of a prompt, their coordinates (padded to `num_tokens`) and shares of variance."""
         shown = torch.full((self.num_tokens, 1), -1)
         points = torch.full((seen.num_layers + 1, self.num_tokens, 2, 1), torch.nan, dtype=torch.float64)
         explained = torch.full((2, 1), torch.nan, dtype=torch.float64)
