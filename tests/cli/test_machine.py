@@ -1,4 +1,4 @@
-"""The memory that a process may use: the smallest limit of machine, scheduler and container."""
+"""Free memory of the machine, as the system reports it."""
 
 from pathlib import Path
 
