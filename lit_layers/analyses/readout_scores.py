@@ -110,7 +110,7 @@ def check_head(name: str, model: LayeredModel) -> None:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
 
 
-MAX_LOGITS = 2**23  # entries in memory at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
+MAX_LOGITS = 2**23  # most logits in memory at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
 
 
 class FullModel:
@@ -293,11 +293,11 @@ class Interventions(ReadoutAnalysis):
     accuracy are against the batch's `labels`, if it has them (-100 for no label).
 
     The tag `variant` names the order, `middle` counts the middle blocks, and `loops` counts the loops of the variant
-    looped_parallel. For skip_one, switch and repeat_one, the record's layer is the block that is skipped, switched or
-    repeated. Random orders have records for each `seed`, with the `schedule` and its `kendall_distance` (pairs of
-    blocks in reversed order). One more record is the mean over seeds, taken within each prompt; its tag `num_identical`
-    counts the orders that are equal to the full model's. The full model is the variant `baseline`, with a divergence of
-    0.
+    looped_parallel. For skip_one and repeat_one, the record's layer is the block that is skipped or repeated; for
+    switch, it is the first of the two switched blocks. Random orders have records for each `seed`, with the `schedule`
+    and its `kendall_distance` (pairs of blocks in reversed order). One more record is the mean over seeds, taken within
+    each prompt; its tag `num_identical` counts the orders that are equal to the full model's. The full model is the
+    variant `baseline`, with a divergence of 0.
 
     Every token has equal weight. `stderr`, the interval and `n` are over prompts, and `num_tokens` counts tokens
     (prompts for a pooling head). A prompt with nothing to predict, or with a value that is not finite, is left out and

@@ -82,10 +82,11 @@ class Representation(Analysis):
 
     Records of means over layers have no `layer`. Computed on each prompt's tokens, then averaged over prompts:
     `prompt_entropy` (tag `normalization`), `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is
-    measured with all tokens and without the first (tag `drop_first`), as one sink token of huge norm makes the entropy
-    0. `token_curvature` is over the defined angles; the tag `num_missing_angles` counts the others. A prompt enters the
-    mean over layers if it has a value at each of them. The entropy of one token is undefined: prompts of one token are
-    left out of `prompt_entropy` in every normalization, and counted in `num_undefined`.
+    measured with all tokens and without the first (tag `drop_first`), because a single sink token of huge norm brings
+    the entropy to about 0. `token_curvature` is a mean over defined angles; the tag `num_missing_angles` counts
+    undefined ones. A prompt enters the mean over layers if it has a value at each of them. The entropy of one token is
+    undefined: prompts of one token are left out of `prompt_entropy` in every normalization, and counted in
+    `num_undefined`.
 
     Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over
     `num_halves` random halves of the prompts. The spread over halves gives both intervals (delete-half jackknife), as
@@ -341,7 +342,7 @@ class StateGeometry(Analysis):
     `num_undefined_tokens` counts tokens without a value. Records of means over layers 1..L have no `layer`.
 
     An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
-    shared pass: no block runs again. The model runs in float32 or wider.
+    forward pass that analyses share, so no block runs again. The model runs in float32 or wider.
 
     Source: as in the functions of `lit_layers.functional.state_geometry`.
 
@@ -351,7 +352,7 @@ class StateGeometry(Analysis):
             held in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
         drop_first: how many first tokens, mostly sinks, to leave out of everything but `massive_activation`.
         first_rank, last_rank: range of eigenvalues to which `alpha_req` is fitted.
-        num_halves: number of halves for intervals; 0: no intervals.
+        num_halves: number of halves for intervals. With 0, there are no intervals.
         states: the convention for states.
     """
 
@@ -398,7 +399,7 @@ class StateGeometry(Analysis):
     def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
         """Yield the records of rows (layers + 1, rows, dim), of which `num_rows` (prompts,) belong to each prompt."""
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
-        # (layers + 1, rows)
+        # which states are not finite, (layers + 1, rows)
         broken = (~rows.isfinite().all(-1)).double()
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
         _, used = comparable((num_broken == 0) & (num_rows > 0))
@@ -409,7 +410,7 @@ class StateGeometry(Analysis):
         by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows if len(prompts)]
         for metric in SET_METRICS:
             found = [row[metric] for row in by_layer] or [rows.new_tensor([torch.nan])] * len(rows)
-            # (layers + 1, 1 + halves)
+            # (layers + 1, 1 + halves): of all prompts, then of random halves
             values = torch.stack(found)
             halves = values[:, 1:] if values.shape[1] > 1 else None
             tags = self.tags(metric) | missing_tag("", ~used)
@@ -455,7 +456,7 @@ class PooledStates(Analysis):
     Args:
         batches: the data to measure on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are stored per checkpoint.
         pooling: how a prompt's tokens become one vector.
-        num_halves: number of halves for intervals; 0: no intervals.
+        num_halves: number of halves for intervals. With 0, there are no intervals.
         states: the convention for states.
     """
 

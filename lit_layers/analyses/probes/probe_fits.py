@@ -20,7 +20,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import permuted
 
-MAX_SENT = 1e9  # bytes of states that ranks may send: 25,000 rows of all layers of GPT-2 small
+MAX_SENT = 1e9  # most bytes of states that ranks may send: 25,000 rows of all layers of GPT-2 small
 
 
 def vector_bytes(model: LayeredModel, rows: int) -> int:

@@ -105,7 +105,7 @@ class TaskTexts:
         return self._reader.rows(model, join_validation=True)
 
     def _features(self, model: LayeredModel, rows: TaskRows, values: dict[str, Values]) -> dict[str, LayerFeatures]:
-        """Return the features of all splits, from the values of the shared pass or else from new passes."""
+        """Return the features of all splits, from the values of the shared pass or, without these, from new passes."""
         if values:
             return {split: store_features(values.pop(split)) for split in rows.texts}
         how: Any = {"pooling": self.pooling, "undefined": "nan"}
