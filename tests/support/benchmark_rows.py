@@ -61,9 +61,9 @@ def write_tasks(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     _write_parquet(folder / "lambada_openai_test.parquet", [{"text": text} for text in _LAMBADA])
     arc = [(*row[:2], _choice_index(row[2])) for row in _ARC]
-    _write_parquet(folder / "arc_challenge_test.parquet", _as_dicts(("question", "choices", "label"), arc))
+    _write_parquet(folder / "arc_challenge_test.parquet", _row_dicts(("question", "choices", "label"), arc))
     cleaned = [(*row, original[4]) for row, original in zip(_CLEANED, _HELLASWAG, strict=True)]
-    _write_parquet(folder / "hellaswag_validation.parquet", _as_dicts(("query", "choices", "label"), cleaned))
+    _write_parquet(folder / "hellaswag_validation.parquet", _row_dicts(("query", "choices", "label"), cleaned))
     winogrande = [{"sentence": row[0], "choices": [*row[1:3]], "label": int(row[3]) - 1} for row in _WINOGRANDE]
     _write_parquet(folder / "winogrande_validation.parquet", winogrande)
     solved = _official("gsm8k")
@@ -126,16 +126,16 @@ def _official(task: str) -> list[dict]:
     if task == "arc_challenge":
         labels = [list("12345" if row[2].isdigit() else "ABCDE")[: len(row[1])] for row in _ARC]
         rows = [(row[0], {"text": row[1], "label": each}, row[2]) for row, each in zip(_ARC, labels, strict=True)]
-        return _as_dicts(("question", "choices", "answerKey"), rows)
+        return _row_dicts(("question", "choices", "answerKey"), rows)
     if task == "hellaswag":
         rows = [(*row[:4], str(row[4])) for row in _HELLASWAG]
-        return _as_dicts(("activity_label", "ctx_a", "ctx_b", "endings", "label"), rows)
+        return _row_dicts(("activity_label", "ctx_a", "ctx_b", "endings", "label"), rows)
     if task == "winogrande":
-        return _as_dicts(("sentence", "option1", "option2", "answer"), _WINOGRANDE)
+        return _row_dicts(("sentence", "option1", "option2", "answer"), _WINOGRANDE)
     return [{"question": question, "answer": f"{answer}\n#### {n}"} for n, (question, answer) in enumerate(_SOLVED)]
 
 
-def _as_dicts(names: tuple[str, ...], rows: list[tuple]) -> list[dict]:
+def _row_dicts(names: tuple[str, ...], rows: list[tuple]) -> list[dict]:
     return [dict(zip(names, row, strict=True)) for row in rows]
 
 
