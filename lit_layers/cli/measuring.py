@@ -23,7 +23,7 @@ from lit_layers.run_data import duration
 from lit_layers.schema import run_facts
 from lit_layers.series import Checkpoint, OneModel, Series, open_series
 
-LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # config.json keys of the longest input
+LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # config.json keys for the largest number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,7 @@ register_type(Numbers, list, functools.partial(_parse_list, Numbers, int))
 
 
 class Recipe:
-    """A command line and the recipes it names; a verb can parse it again with other defaults.
+    """The command line of a verb (command) and the recipes it names; it can be parsed again with other defaults.
 
     For `fit`, arguments before the first option are recipe names.
 
@@ -117,7 +117,7 @@ class Recipe:
 
     @functools.cached_property
     def options(self) -> Namespace:
-        """Parsed options, cached. Raises what `read` raises."""
+        """The parsed options, cached; parsing raises the errors of `read`."""
         return self.read()
 
     def read(self, **defaults: Any) -> Namespace:
@@ -171,7 +171,7 @@ class RecipeParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         keys = [*self.get_defaults(skip_validation=True).keys(branches=True)]
-        is_verb = self.prog.startswith("lit-layers ")  # otherwise the parser of a class, which has few keys
+        is_verb = self.prog.startswith("lit-layers ")  # otherwise it parses a class, which has few keys
         others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
         raise InputError(one_sentence(message, keys, ex, others=others)) from ex
 
@@ -367,8 +367,7 @@ def _packages(named: str) -> list[str]:
 def _refuse_functions(kind: type, options: Mapping[str, Any]) -> None:
     """Refuse functions that a recipe passes to a class.
 
-    Functions of `lit_layers.functional` and of `--code` packages are allowed, and so are the class's own
-    defaults.
+    Functions of `lit_layers.functional` and of `--code` packages are allowed, and so are default arguments.
     """
     pure = ("lit_layers.functional.", *(f"{package}." for package in trusted_modules))
     for name, value in options.items():
@@ -403,7 +402,7 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_instantiate, object)  # not for Analysis, which would import torch even for `--help`
+add_instantiator(_instantiate, object)  # for all classes: to name Analysis here would import torch even for `--help`
 # Write defaults that YAML cannot represent as text, e.g. an enum of Timer or the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)

@@ -50,7 +50,7 @@ class Covariate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The results for a table of models. `given` names the covariates of the joint partial correlation."""
+    """The results for a table of models. `given` names the columns that are held fixed all together."""
 
     metric: str
     score: str
@@ -255,7 +255,7 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A rule that chooses a layer for each task without its labels, and the scores at the layers it chooses.
+    """A rule that chooses a layer for each task without using labels, and the scores at the layers it chooses.
 
     The rule takes the layer where a metric is smallest or largest: `rule` is "min" or "max", the direction. If `metric`
     is None, the rule was chosen by the scores of the other models, and `rule` names its direction and metric.
@@ -270,7 +270,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFindings:
-    """The coefficients of one metric, the tasks that they use, and by task the reason why others are left out."""
+    """The coefficients of one metric, the tasks that they use, and the reasons why other tasks are left out."""
 
     metric: str
     correlations: list[correlation.LayerCorrelation]

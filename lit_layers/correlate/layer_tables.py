@@ -37,8 +37,8 @@ _IGNORED = ("task", "domain", "score", "states")  # tags that do not define a va
 class ModelTables:
     """Scores and metrics of one model or checkpoint: tables with a row per task and a column per layer, 0 to L.
 
-    Each table in `metrics` contains the tasks that have the metric. `left_out` gives the reasons for the other tasks.
-    Layer 0 may be NaN.
+    Each table in `metrics` contains the tasks that have the metric. `left_out` says, by metric and task,
+    why the other tasks are left out. Layer 0 may be NaN.
     """
 
     name: str
@@ -65,7 +65,7 @@ class ModelTables:
 
 @dataclass(kw_only=True)
 class LayerTables:
-    """The tables of all models, the titles of the metrics, and by model the reason why others are left out."""
+    """The tables of all models, the titles of the metrics, and the reasons why other models are left out."""
 
     models: list[ModelTables] = field(default_factory=list)
     titles: dict[str, str] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int
 def _metric_table(
     text: str, curves: "_Curves | None", scores: pd.DataFrame, unscored: Mapping[str, str], first: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the table of a metric for the tasks that have it and scores, and by task why others are left out."""
+    """Return the table of a metric for the tasks that have it and scores, and why other tasks are left out."""
     by_task = {} if curves is None else curves.by_task
     per_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
     table = pd.DataFrame(per_task, index=scores.columns, dtype="float64").T

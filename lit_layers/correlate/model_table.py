@@ -87,7 +87,7 @@ class RunModel:
     has_steps: bool
 
     def select(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
-        """Return the measurements at a step; by default the last step that has this analysis."""
+        """Return the measurements at `step`, by default at the last step that has this analysis."""
         if not self.has_steps:
             return self.measurements
         steps = [m.step for m in self.measurements if m.step is not None and analysis in (None, m.analysis)]
@@ -175,7 +175,7 @@ def _models(root: Path) -> Iterable[RunModel]:
 
 
 def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[tuple[str, Record]]:
-    """Return the records that the query may mean, whatever their tags, each with its analysis.
+    """Return the records of the metric in a query, whatever their tags, each with its analysis.
 
     A query for the analysis `probe` also matches its tasks, such as `probe/banking77`.
     """
@@ -283,7 +283,7 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
 
 
 def find_model(name: str, others: Sequence[str]) -> list[int]:
-    """Return the indices in `others` that have the full name of a model, or else its last component."""
+    """Return the indices of the names in `others` that equal `name`, or else of those with its last component."""
     short = name.rstrip("/").split("/")[-1]
     whole = [index for index, other in enumerate(others) if other == name]
     return whole or [index for index, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
@@ -292,7 +292,7 @@ def find_model(name: str, others: Sequence[str]) -> list[int]:
 # ------------------------------------------------------------------------------------------------ the table
 
 FEWEST = 3
-LOGS = (*SIZES, "k")  # columns used as logarithms, because sizes differ by factors
+LOGS = (*SIZES, "k")  # columns whose logarithms are used, because sizes differ by factors
 
 
 @dataclass(frozen=True, kw_only=True)

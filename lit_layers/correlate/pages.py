@@ -101,7 +101,7 @@ def coefficient_table(table: ModelTable, findings: Findings) -> Table:
 
 
 def covariate_table(findings: Findings) -> Table | None:
-    """Return a table of how much other columns explain metric and score, or None without such columns."""
+    """Return a table of how much other columns explain metric and score, or None if there are none."""
     if not findings.covariates:
         return None
     cells = []
@@ -210,7 +210,7 @@ def heading(model: ModelFindings) -> str:
 
 
 def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a table with one row per model, metric and form of coefficient, and notes on unrelated layers."""
+    """Return a table with one row per model, metric and form of coefficient; notes give values of unrelated layers."""
     groups = []
     for model in findings.models:
         null, rows = model.null, []

@@ -118,7 +118,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(Picture):
-    """A figure. `frames` are the steps of its slider; the last one is shown first."""
+    """A figure. `frames` are the steps of its slider, which starts at the last one."""
 
     title: str
     x: Axis
@@ -179,7 +179,7 @@ class Chart(Picture):
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self) -> list[dict[str, Any]]:
-        """Return lookup tables of what many rows share: the style of a series, and the position of a checkpoint."""
+        """Return transforms that look up what rows share: the style of a series, and the position of a checkpoint."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
@@ -356,7 +356,7 @@ _ROW_FIELDS |= {"z": "datum.u ? 2.6 * datum.z : datum.z"}
 def rows_of(chart: Chart) -> list[dict[str, Any]]:
     """Return the cells and points of a chart as data rows.
 
-    The keys of a row have one letter: k is the series index, i the row index, n the checkpoint index, f the frame
+    The keys of a row are short: k is the series index, i the row index, n the checkpoint index, f the frame
     index. x, y, l(ow) and h(igh) are values. z is the value of a cell, v the value that its colour shows, and y0 and y1
     are its edges. t(ext) is a tooltip text, q the label next to a point, and ci the point's own colour.
     """

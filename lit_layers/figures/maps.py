@@ -30,8 +30,8 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
     """Return a metric of layer pairs as a heat map with a slider over checkpoints.
 
     Colours have the same meaning at every checkpoint. The colour scale is centred at 0. Its range comes from pairs of
-    different layers, so values on the diagonal may lie outside. For similarities, the scale goes from the smallest
-    value of any checkpoint to 1: these values are far from 0, so all layers would look alike on the other scale.
+    different layers, so values on the diagonal may lie outside it. For similarities, the scale goes from the smallest
+    value of any checkpoint to 1: these values are far from 0, so all would look alike on a scale centred at 0.
 
     Raises:
         ValueError: the metric has no values per pair of layers.
@@ -124,7 +124,7 @@ def frame_grids(
 
 
 def key_axis(title: str, keys: Sequence[Any], *, unit: str = "", most: int = 9) -> Axis:
-    """Return an axis of cells with at most `most` labels, evenly spaced."""
+    """Return an axis of heat map cells, one per key, with at most `most` evenly spaced labels."""
     labeled = keys[:: -(-len(keys) // most) or 1]
     return Axis(title=title, keys=keys, labels={key: f"{key}{unit}" for key in labeled}, grid=False)
 
@@ -194,7 +194,7 @@ def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[i
 
 
 def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: bool = False) -> dict[str, Any]:
-    """Return range, scheme and scale of the colours of a map; equal values get a small range around them."""
+    """Return the range and scheme of a map's colours, and whether they are logarithmic, as options of `Cells`."""
     is_log = look_up(metric).log
     every = (value for row in values for value in row if value is not None)
     finite = [value for value in every if math.isfinite(value) and (value > 0 or not is_log)]
@@ -209,11 +209,12 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
 
 
 def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
-    """Return a metric per layer and category of word pairs (tag `category`) or head (tag `head`) as one heat map.
+    """Return a heat map of a metric by layer and by category of word pairs (tag `category`) or head (tag `head`).
 
-    Layers go across, with a slider over checkpoints. Categories are sorted by group (tag `group`), `category_id` and
-    name; the mean over all of them comes first, if recorded. If a value is negative, blue is positive and brown
-    negative, and colours saturate at the largest absolute value of any checkpoint. Missing values are blank.
+    Layers go across, and a slider selects the checkpoint. Categories are sorted by group (tag `group`), by
+    `category_id` and by name; the mean over all of them comes first, if recorded. If any value is negative, positive
+    values are blue and negative ones brown, and colours saturate at the largest absolute value of any checkpoint.
+    Missing values are blank.
 
     Raises:
         ValueError: the metric has no values per layer and category or head.

@@ -1,4 +1,4 @@
-"""A metric as lines over layers, of a run or of models; and over lists of values, distances and sample sizes."""
+"""Line figures of a metric: over layers, for a run or for models, and over lists, distances and sample sizes."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,7 +230,7 @@ _LISTS = {"index": "Number in the list", "token_distance": "Distance from the la
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Return lists of values, with one line per layer and a slider over checkpoints.
 
-    A list is over one of three tags:
+    The values of a list differ in one of three tags:
 
     - `index`, e.g. of singular values; the axis of values is logarithmic.
     - `token_distance`, the distance between two tokens, drawn at log(1 + distance) so that distance 0 has a position.
@@ -367,12 +367,12 @@ def plain(points: Iterable[Point]) -> list[Point]:
 
 
 def ordinal_of(points: Iterable[Point]) -> str:
-    """Return the name of the number that positions the points: "layer", or "distance" if no point has a layer."""
+    """Return what positions the points on the axis: "layer", or "distance" if no point has a layer."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points that have the number `number` (`layer`, `distance`, ...), leaving out reference points."""
+    """Return the points whose layer or tag `number` (`layer`, `distance`, ...) is set, leaving out reference points."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

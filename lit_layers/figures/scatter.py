@@ -65,9 +65,8 @@ class Scatter:
     """Content of a scatter plot.
 
     `groups` colours the points: along a scale if all groups are numbers, otherwise one colour per group. All points
-    have one colour if there are more groups than colours. `hover` are tooltip lines below the name. `path`
-    joins the points in order and omits the least-squares line: the layers of one model are not independent
-    observations.
+    have one colour if there are more groups than colours. `hover` are tooltip lines below the name. `path` joins
+    the points in order and omits the least-squares line: the layers of one model are not independent observations.
     """
 
     x: Sequence[float]

@@ -18,7 +18,7 @@ from lit_layers.records import AUDIT, AXES, COLUMNS
 # Tags of figures that are not curves over layers: relation of word pairs, number of training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`: an analysis has only one
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # including `task`: an analysis has only one
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -531,8 +531,8 @@ def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
     """Return one row per variant of one checkpoint or model, and a note on the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
-    usual = tasks.idxmax()  # float32 if equal: it comes first in this order
-    others = [*rows.loc[precision != usual, "task"].unique()]  # of another precision: not mixed
+    usual = tasks.idxmax()  # if counts are equal: float32, the first in this order
+    others = [*rows.loc[precision != usual, "task"].unique()]  # tasks of another precision are left out
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]
     sizes = rows.groupby("task", sort=False).size()

@@ -113,7 +113,7 @@ class Training:
 
     @property
     def edges(self) -> list[float]:
-        """Edges of the cells: midpoints between checkpoints; the first and last cells are symmetric."""
+        """Edges of the cells: midpoints between checkpoints. The checkpoint is in the middle of an outer cell."""
         places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]

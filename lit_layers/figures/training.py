@@ -68,7 +68,7 @@ def emergence_curves(
     training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
     trained = sum(step > 0 for step in steps)
-    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # of dashed lines
+    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # look of dashed lines
     dots: dict[str, Any] = {"mark": "" if trained > _MARKED else "circle"}
 
     def line(points: Sequence[tables.Point], name: str, color: str, **look: Any) -> None:
@@ -160,7 +160,7 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return the number (layer, distance, ...) that has one line per value in the figure, and the points that have it.
+    """Return what has one line per value in the figure (layer, distance, ...), and the points that have it.
 
     Of a list of values, such as singular values, only the first entry is used.
     """

@@ -1,4 +1,4 @@
-"""Scores of a model whose blocks run in other orders: over middle blocks, loops, single blocks, and models."""
+"""Figures of scores under other orders of the blocks: over middle blocks, loops, single blocks, and models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -233,7 +233,7 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
 
 
 def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
-    """Return the points of these variants that have the number `number` (`middle` or `layer`), by name of their line.
+    """Return the points of these variants whose `number` (`middle` or `layer`) is set, by the name of their line.
 
     `looped_parallel` is reduced to one number of loops: three, or the nearest measured number.
     """

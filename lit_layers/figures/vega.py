@@ -49,7 +49,7 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
         scale |= {"domain": list(axis.ends), "nice": False}
     whole = {"tickMinStep": 1, "labelExpr": "datum.value == floor(datum.value) ? format(datum.value, ',d') : ''"}
     look |= whole if axis.whole else {"format": ",.6~g"}
-    if side == "x" or axis.labels is None:  # else Vega would thin out the labels of a y-axis
+    if side == "x" or axis.labels is None:  # a tick count would make Vega drop labels of a y-axis
         look |= {"tickCount": {"expr": "ceil(width / 80)"} if side == "x" else 5}
     look |= _labels(axis, side)
     return {"field": side, "type": "quantitative", "scale": scale, "axis": look}

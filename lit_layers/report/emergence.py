@@ -287,7 +287,7 @@ def _figures(
 
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
-    """Return the HTML page with these blocks."""
+    """Return the HTML page; `content` holds its blocks of figures."""
     # Leave out the curves of means over seeds, which are not runs.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(

@@ -37,7 +37,7 @@ _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return a run's latest measurements, without suspect checkpoints, and what `plain_settings` returns for them."""
+    """Return a run's latest measurements, except suspect ones, and the settings that are logged under plain names."""
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
@@ -84,7 +84,7 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return, for the name of each picture of layers by steps, its measurements with only the records of its metric."""
+    """Return, by the name of each picture of layers by steps, the measurements with the records of its metric."""
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
         of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]

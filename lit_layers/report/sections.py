@@ -33,7 +33,7 @@ def sections(
 ) -> list[dict[str, Any]]:
     """Return a section for each analysis of a run, or of models side by side, that has figures.
 
-    `num_layers` are the depths of the models, because the last layers may not be measured. Secondary metrics become the
+    `num_layers` gives the depths of the models, whose last layers may not be measured. Secondary metrics become the
     section's diagnostics.
     """
     shown = []

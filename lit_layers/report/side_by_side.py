@@ -194,7 +194,7 @@ def read_side_by_side(
 
     Raises:
         InputError: two runs have the same name, or two seeds have equal values or different settings. Also if a recipe
-            lacks the field `group`, no metric has common steps, or a run cannot be read (see `curves_of`).
+            lacks the field that `group` names, no metric has common steps, or a run cannot be read (see `curves_of`).
     """
     if seeds and group is not None:
         raise InputError("seeds: expected either seeds or group, got both")

@@ -82,7 +82,7 @@ def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[s
     """Return a drawn figure with its caption, or with the reason why drawing failed."""
     try:
         return _figure(chart if isinstance(chart, Chart) else chart(), caption, kind=kind)
-    except Exception as error:  # show the reason in its place, and the other figures
+    except Exception as error:  # show the reason instead of this figure, and draw the others
         logger.debug("a figure could not be drawn", exc_info=True)
         return _figure(caption=caption, problem=f"This figure could not be drawn: {kind_and_words(error)}")
 
@@ -177,7 +177,7 @@ def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:
     if drawn["chart"] is not None:
         try:
             content = content_of(drawn["chart"])
-        except Exception as error:  # show the reason in its place, and the other figures
+        except Exception as error:  # show the reason instead of this figure, and draw the others
             content = {"problem": f"This figure could not be drawn: {type(error).__name__}: {error}"}
     figures.append(content)
     return len(figures) - 1
@@ -186,7 +186,7 @@ def _add_figure(drawn: Mapping[str, Any], figures: Figures) -> int:
 def write_page(page: str, out: Path) -> Path:
     """Write a page atomically, and return its path.
 
-    It is `out` with the suffix `.html`, or `report.html` in `out` if that is a folder.
+    The path is `out` with the suffix `.html`, or `report.html` in `out` if `out` is a folder.
 
     Raises:
         InputError: the page cannot be written.

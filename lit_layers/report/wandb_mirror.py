@@ -69,7 +69,7 @@ class WandbMirror:
         self.target = {"project": project, "entity": entity, "group": group}
         self.closing_line = ""  # the run's address or the upload command, and the workspace command
         self._run: Any = None  # None unless rows can be sent
-        self._sent = defaultdict[str, set[int | None]](set)  # steps that W&B has, by name
+        self._sent = defaultdict[str, set[int | None]](set)  # steps that W&B has, by name of the value
         self._steps = set[int]()  # measured steps
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
@@ -229,10 +229,11 @@ class WandbMirror:
 def refuse_settings_of_folder() -> None:
     """Refuse a `wandb/settings` file in the working directory that names another server.
 
-    W&B reads this file and would send data and API key there. A downloaded run folder may contain such a file.
+    W&B reads this file and would send data and API key to that server. A downloaded run folder may
+    contain such a file.
 
     Raises:
-        InputError: names the setting.
+        InputError: the file names another server; the message quotes the setting.
     """
     file = Path("wandb/settings")
     if line := _ADDRESS.search(file.read_text(errors="replace") if file.is_file() else ""):

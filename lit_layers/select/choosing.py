@@ -80,7 +80,7 @@ def choose(
     options: ProbeOptions | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Choice:
-    """Return the first layer that a rule accepts, judged by the probe's score on validation rows.
+    """Choose the first layer that a rule accepts, judged by the probe's score on validation rows.
 
     A probe is fitted on the training rows at each layer, 0 to L. The rule chooses among layers 1 to L.
 
@@ -93,7 +93,7 @@ def choose(
         tolerance: The tolerance of the rule.
         by: The metric that judges a probe, one of `METRICS`. If it is None, the first one for the task is used.
         options: Options of the probes.
-        progress: Callback that receives the number of finished probes, their total, and what runs now.
+        progress: Callback that receives the number of finished probes, the number of all probes, and what runs now.
 
     Returns:
         The choice, with test scores only of the chosen layer and the last layer.

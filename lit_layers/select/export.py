@@ -210,7 +210,7 @@ class LayerClassifier:
 
 
 def load_classifier(folder: str | Path, *, device: str = "cpu", batch_size: int = 16) -> LayerClassifier:
-    """Load a classifier or regression that `export` wrote; it computes in float32 or wider.
+    """Load a classifier or regression that `export` wrote; the loaded model computes in float32 or wider.
 
     No code in the folder is run.
 

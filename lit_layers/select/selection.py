@@ -179,7 +179,7 @@ def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], t
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Return test scores over milliseconds; each model has a filled mark (chosen layer) and a hollow one (last)."""
+    """Return a chart of test scores over time; each model has a filled mark (chosen layer) and a hollow one (last)."""
     series = []
     for index, model in enumerate(models):
         choice, last = model.choice, model.choice.num_layers

@@ -62,7 +62,7 @@ def analyze(
         series: use this instead of a model: a class that defines a series, with its own options
         follow: measure the checkpoints in a folder, and each new one that a training writes there. If the training is
             a `fit` run without analyses, the command ends with it; otherwise end it with Ctrl-C or --patience
-        patience: with --follow: end after this many seconds without a new checkpoint
+        patience: with --follow, end after this many seconds without a new checkpoint
     """
     command = Command(recipe)
     tokenizer = None if chosen.tokenizer == OWN_TOKENIZER else chosen.tokenizer

@@ -197,7 +197,7 @@ def fit(
     quieten()
     L.seed_everything(seed_everything, workers=True)
     with contextlib.ExitStack() as stack:
-        if trainer.get("fast_dev_run"):  # a trial of Lightning: write its files to a temporary folder
+        if trainer.get("fast_dev_run"):  # a trial run: its files go to a temporary folder
             root = stack.enter_context(tempfile.TemporaryDirectory())
             overrides = [f"--root={root}", "--wandb=null", "--resume=null"]
             recipe = Recipe(fit, [*recipe.argv, *overrides])

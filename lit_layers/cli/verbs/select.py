@@ -44,8 +44,8 @@ class SelectOptions:
         images: labelled images, instead of a task, for a vision model: digits, cifar10, a local path, ORG/NAME
         tokenizer: the tokenizer for the texts (default: the model's own)
         by: the score of a layer: accuracy (default) or log_loss of its probe; for a regression mean_squared_error
-        rule: which layer is good enough (docs/select.md); within_tolerance: the first whose score is worse
-            than that of the last layer by at most the tolerance
+        rule: which layer is good enough (docs/select.md); within_tolerance: the first layer whose score
+            is worse than that of the last layer by at most the tolerance
         tolerance: tolerance of the rule: in units of the score, or for fraction_of_last a share of the last layer's
             score; the rules knee and best have no tolerance
         pooling: how a layer's states are pooled into one vector (default: as in a sentence encoder's modules.json,
