@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VERBOSE = ("-v", "--verbose")
 REDRAWN, LINE = 0.1, 60.0  # seconds between two updates of a bar: in a terminal, in a log file
 _is_verbose = False
-Show = Callable[[int | None, int | None, str], None]  # finished items, total (None: unchanged), description
+Show = Callable[[int | None, int | None, str], None]  # finished items and total (None keeps it), description
 _current: "Stopping | None" = None
 
 
@@ -127,7 +127,8 @@ def show_audit(result: "Audit") -> None:
 def bar(opening: str, *, hidden: bool = False, initial: int = 0) -> Iterator[Show]:
     """Draw a progress bar.
 
-    Yields a function that takes the number of finished items, their total (None: unchanged) and a description.
+    Yields a function that takes the number of finished items, their total and a description. A number that is None
+    does not change what the bar shows.
     """
     from tqdm import tqdm
 
