@@ -49,7 +49,7 @@ CPU = torch.device("cpu")
 LONG = {"prompt_studies", "next_token_probe", "sample_sizes/moods", "mteb/STSBenchmark"}  # on other models
 
 
-def apart(function: Callable, *arguments: Any) -> Any:
+def subprocess_result(function: Callable, *arguments: Any) -> Any:
     """Run a function of this module in a separate process; its first argument is `pretend_device`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_devices"])
@@ -89,7 +89,7 @@ def measured_on_device(device, name: str, folder: Path) -> tuple[dict[str, Measu
 @pytest.mark.soak  # the quick tier has two analyses on the device, and training
 @pytest.mark.parametrize("name", ["gpt2", "vit", "gemma2"])
 def test_every_analysis_keeps_the_rules_of_a_device_and_its_numbers(tmp_path, name):
-    on_device, violations = apart(measured_on_device, name, tmp_path / "device")
+    on_device, violations = subprocess_result(measured_on_device, name, tmp_path / "device")
     assert violations == {}
     on_cpu = measured(made(name), name, tmp_path / "cpu")
     assert_close(on_device, on_cpu)
@@ -113,7 +113,7 @@ def shared_on_device(device) -> tuple[dict[str, Measurement], dict]:
 
 @pytest.mark.soak
 def test_results_of_a_rank_hold_no_tensor_of_the_device():
-    joined, violations = apart(shared_on_device)
+    joined, violations = subprocess_result(shared_on_device)
     assert violations == {}
     model = made("gpt2")
     alone = {each.name: one_model.measure(model, each, run="run", step=0) for each in prompt_analyses(prompts())}
@@ -181,7 +181,7 @@ def trained(device, kind: str, root: Path) -> tuple[dict, list[dict]]:
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["text", "images"])
 def test_training_keeps_the_rules_of_a_device_and_never_waits_for_it_between_logs(tmp_path, kind):
-    violations, waits = apart(trained, kind, tmp_path)
+    violations, waits = subprocess_result(trained, kind, tmp_path)
     assert violations == {}
     assert waits == [{}] * len(PLAIN)  # neither in the package nor in a library
     logged = [row["step"] for row in records.rows(tmp_path / "metrics.jsonl") if "train/loss" in row]
