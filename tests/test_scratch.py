@@ -51,13 +51,13 @@ def test_a_temporary_folder_is_removed_with_its_last_reference_or_its_process(pl
 
 def test_a_probe_that_fails_leaves_no_folder(place, monkeypatch):
     (probe,) = (each for each in text_analyses(save_inputs(place / "inputs")) if type(each) is Probe)
-    take = Probe._features_of
+    take = Probe._features
 
     def fill_the_disk(*given):
         take(*given)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Probe, "_features_of", fill_the_disk)
+    monkeypatch.setattr(Probe, "_features", fill_the_disk)
     failed = measure(tiny("gpt2", vocab_size=VOCABULARY), probe, run="r", step=0)
     assert failed.error == "OSError: no space left on device"
     assert [*place.iterdir()] == [place / "inputs"]
