@@ -71,5 +71,5 @@ def _isolate_sys_path() -> None:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # `python -m` puts the working directory there
+        del sys.path[0]  # the working directory, which `python -m` puts first
     run_and_end()

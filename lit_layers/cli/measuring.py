@@ -49,12 +49,12 @@ class Outcome:
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """Return the successful measurements of analyses whose name starts with `prefix`: all, and those at `steps`.
+        """Return the successful measurements: first a list of those of all steps, then a list of those of `steps`.
 
-        If an analysis was measured with several settings (options and data), only one of them is used: the settings of
-        this run, or, for an analysis that this run did not measure, the default of `lit_layers.identity`. Only the last
-        measurement of each analysis and step counts. If it failed, earlier ones are not used, because the weights may
-        have changed in between.
+        Only analyses whose name starts with `prefix` are included. If an analysis was measured with several settings
+        (options and data), only one of them is used: the settings of this run, or, for an analysis that this run did
+        not measure, the default of `lit_layers.identity`. Only the last measurement of each analysis and step counts.
+        If it failed, earlier ones are not used, because the weights may have changed in between.
         """
         complete = [each for each in shown(self.measurements, self.settings) if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(prefix)]
@@ -168,7 +168,7 @@ def measure(
 
 
 def _show_plan(outcome: Outcome, number: int) -> None:
-    """Print the estimated time for all checkpoints, extrapolated from the mean over the measured ones."""
+    """Print for `--plan` how long each analysis would take for `number` checkpoints, from its mean time, and in all."""
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()
@@ -232,8 +232,9 @@ def analyses_for(
 ) -> Analyses:
     """Return the analyses for all checkpoints of a series, or a function that makes the analyses of one checkpoint.
 
-    The steps of one training share a tokenizer, so they share their analyses. Models without steps may each have their
-    own tokenizer, and the same text gives different tokens for each. Their analyses are therefore made per model.
+    The checkpoints of one training share a tokenizer, so they share their analyses. In a comparison of models, each
+    model may have its own tokenizer, and the same text then gives different tokens. The analyses are therefore made
+    for each model.
 
     Raises:
         InputError: a tokenizer was named although each model has its own.
@@ -245,7 +246,7 @@ def analyses_for(
         known: Any = {"trained": trained, "tokenizer": tokenizer, "tell": tell}
         return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
-    last = series.listing.checkpoints[-1]  # from all checkpoints, so that it does not depend on the chosen steps
+    last = series.listing.checkpoints[-1]  # the last one of all, so that the chosen steps do not change the analyses
     if series.is_single or last.step is not None:
         return make(target(last, series.name))
     if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):
@@ -289,6 +290,6 @@ def length_limit(config: Mapping[str, Any]) -> int | None:
     says.
     """
     named = [config[name] for name in LIMITS if isinstance(config.get(name), int)]
-    limit = min((each for each in named if each > 0), default=None)  # values <= 0 are refused later
+    limit = min((each for each in named if each > 0), default=None)  # ignore values <= 0, which are refused later
     is_roberta = config.get("model_type") in ("roberta", "xlm-roberta", "camembert")
     return limit - config.get("pad_token_id", 1) - 1 if limit is not None and is_roberta else limit

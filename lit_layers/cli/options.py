@@ -54,7 +54,7 @@ CLASSES = (
 )
 _SECRET = re.compile("key|token|secret|passw|credential", re.IGNORECASE)
 _PACKAGE = Path(__file__).parents[1]
-_PLAIN = (str, int, float, tuple, Path)  # types with plain values; other classes are given by class_path
+_PLAIN = (str, int, float, tuple, Path)  # types with values written directly; other classes are named by class_path
 Steps = list[int] | dict[str, int | list[int]] | str
 _HOMES = ("lit_layers.analyses", "lit_layers.data", "lit_layers.series", "lit_layers.training")
 _REWORDED = (
@@ -101,7 +101,9 @@ register_type(Numbers, list, functools.partial(_parse_list, Numbers, int))
 
 
 class Recipe:
-    """The command line of a verb (command) and the recipes it names; it can be parsed again with other defaults.
+    """The command line of a verb (command) and the recipes that it names.
+
+    `read` parses both; it can be called again with other defaults.
 
     For `fit`, arguments before the first option are recipe names.
 
@@ -131,9 +133,9 @@ class Recipe:
             options = self.parser.parse_args(self.argv)
         for action in self.parser._actions:
             name, value = action.dest, options.get(action.dest)
-            if isinstance(value, str) and not value.strip() and name != "separator":  # e.g. an unset shell variable
+            if isinstance(value, str) and not value.strip() and name != "separator":  # empty: an unset shell variable
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # a flag in a recipe
+            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # a recipe's value for a flag
                 raise InputError(f"{name}: expected true or false, got {value!r}")
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
@@ -146,7 +148,7 @@ class Recipe:
         return [value for option, value in words if option == f"--{name}"]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for the verb."""
+        """Return the keyword arguments with which the verb is called."""
         return arguments(self.verb, {**vars(self.options), "recipe": self})
 
     def instantiate_all(self) -> Any:
@@ -159,7 +161,7 @@ class Recipe:
             return self.parser.instantiate_classes(self.options)
 
     def instantiate(self, name: str, options: Namespace) -> Any:
-        """Return the instantiated classes of one option only."""
+        """Return the value of one option, with the classes that it names instantiated."""
         only = self.parser.get_defaults()
         only[name] = options[name]
         with _input_errors():
@@ -195,13 +197,13 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     _add_options(parser, verb)
     words = "a YAML recipe with values for these options; a later recipe overrides earlier ones"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "log what the command does, and tracebacks of failures"  # only for --help: `take_verbose` handles it
+    words = "log what the command does, and tracebacks of failures"  # only for --help: `take_verbose` removes -v before
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 
 
 class _RecipeFile(ActionConfigFile):
-    """An argparse action for recipes, given by file path or by their name in the package."""
+    """The argparse action of `--config`: read a recipe, given by file path or by its name in the package."""
 
     def __call__(self, parser: Any, options: Any, value: Any, word: str | None = None) -> None:
         super().__call__(parser, options, str(find_recipe(value)), word)
@@ -229,7 +231,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
         if _is_group(kind):
             _add_options(parser, kind)
             continue
-        if isinstance(allowed, type):  # the arguments of this class become options
+        if isinstance(allowed, type):  # e.g. Trainer: the arguments of this class become options
             parser.add_class_arguments(allowed, name, instantiate=False, fail_untyped=False, sub_configs=True)
             parser.set_defaults({f"{name}.{option}": value for option, value in default.items()})
             continue
@@ -239,7 +241,7 @@ def _add_options(parser: Any, function: Callable[..., Any]) -> None:
             continue
         options: dict[str, Any] = {"type": kind, **about}
         if not is_required:
-            options["default"] = [] if get_origin(kind) is list else default  # a list has a default_factory
+            options["default"] = [] if get_origin(kind) is list else default  # the default of a list is a factory
         if kind is bool and default is False:
             options = {"action": "store_true", **about}
         is_positional = parameter.kind is not parameter.KEYWORD_ONLY and not _is_group(function)
@@ -261,7 +263,7 @@ def _is_group(kind: Any) -> bool:
 
 @contextlib.contextmanager
 def _input_errors() -> Iterator[None]:
-    """Convert errors of a recipe, of a class that it names or of user code to InputError; an OSError stays as it is."""
+    """Convert errors of a recipe, of a class that it names or of user code to InputError, but not an OSError."""
     try:
         yield
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -297,8 +299,8 @@ def one_sentence(
 ) -> str:
     """Return a message of jsonargparse on one line, reworded for common mistakes.
 
-    If the parser of a nested class refused a value, its error is the cause of `error`. That message is more precise,
-    so it replaces `message`.
+    If the parser of a nested class refused a value, its error is the cause of `error`. The message of this
+    cause is more precise, so it replaces `message`.
     """
     text = " ".join(message.split())
     where = re.match(r'Parser key "([^"]+)"', text)
@@ -393,7 +395,7 @@ def _env_variable(name: str, *default: Any) -> Any:
 
 def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
-    if name and class_type.__module__.startswith("lightning."):  # else a recipe could send the key to its own server
+    if name and class_type.__module__.startswith("lightning."):  # a recipe could send the API key to its own server
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
     _refuse_functions(class_type, kwargs)
     made = class_type(*args, **kwargs)
@@ -403,7 +405,7 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 add_instantiator(_instantiate, object)  # for all classes: to name Analysis here would import torch even for `--help`
-# Write defaults that YAML cannot represent as text, e.g. an enum of Timer or the device of weight averaging.
+# Write as text the defaults that YAML cannot represent, e.g. an enum of Timer or the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)
 # Only fields annotated with a class are instantiated. Fields annotated with Any are left as they are.

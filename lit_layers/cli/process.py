@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 VERBOSE = ("-v", "--verbose")
 REDRAWN, LINE = 0.1, 60.0  # seconds between two updates of a bar: in a terminal, in a log file
 _is_verbose = False
-Show = Callable[[int | None, int | None, str], None]  # finished items and total (None keeps it), description
+Show = Callable[[int | None, int | None, str], None]  # arguments: finished items, total (None: unchanged), description
 _current: "Stopping | None" = None
 
 

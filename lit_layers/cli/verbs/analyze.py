@@ -108,7 +108,7 @@ class Command:
         """Return the model, or each series, that the options name.
 
         Raises:
-            InputError: the options name neither or both of a model and a series, or an option does not apply.
+            InputError: the options name both a model and a series or neither, or an option does not apply.
         """
         options = self.options
         if (options.model is None) == (options.series is None):

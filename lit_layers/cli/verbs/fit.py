@@ -101,7 +101,7 @@ class Run:
         self.root, self.module, self.datamodule = options.root, options.model, options.data
         if is_first_rank():
             stack.enter_context(run_lock.writing(self.root, part="all" if options.analyses else "training"))
-        # Only the first rank hashes the checkpoints. The other ranks read those that it found intact.
+        # Only the first rank verifies the hashes of the checkpoints; the other ranks read those that it found intact.
         self.resume_from = _resume_point(options, verify=is_first_rank())
         resumes = options.resume is not None and (self.root / RUN_FILE).is_file()
         self.mirror = options.wandb
@@ -209,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                if run.trainer.is_global_zero:  # the run may have been killed before it wrote its page
+                if run.trainer.is_global_zero:  # lets `_closing` write a report that is missing
                     run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
@@ -239,7 +239,7 @@ def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
     """Return the point to resume from and whether the training had already finished; print a line about it."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
-    if point is not None and point.step >= end and not is_first_rank():  # check the file on every rank: all must agree
+    if point is not None and point.step >= end and not is_first_rank():  # other ranks verify it now: all must agree
         point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
     if run.trainer.is_global_zero and point is not None:
@@ -275,7 +275,7 @@ def _closing(run: Run) -> Iterator[None]:
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
-    """Write the run's facts and report, print failures, and finish the W&B mirror.
+    """Write the end of the run to run.json and to the report, print failures, and finish the W&B mirror.
 
     If the report fails, the reason is printed; the exit code stays, and the W&B mirror is still finished.
     """
