@@ -22,13 +22,13 @@ def check_option(name: str, value: Any, *allowed: Any) -> None:
 
 
 def checked(metric: str, values: Tensor, problems: Mapping[str, Tensor], undefined: str) -> Tensor:
-    """Return `values` with NaN for each element that has a problem.
+    """Return the values of a metric with NaN where the metric is undefined.
 
-    `problems` maps a reason to a boolean tensor that broadcasts to `values`: True where the metric is undefined for
-    this reason.
+    `problems` maps each reason why the metric is undefined to a boolean tensor that broadcasts to `values`. It is True
+    at the values that the reason applies to.
 
     Raises:
-        ValueError: an element has a problem and `undefined` is not "nan"; the message names the first such element.
+        ValueError: a value is undefined and `undefined` is not "nan"; the message names the first such value.
     """
     for reason, bad in problems.items():
         bad = bad.to(values.device).expand(values.shape)

@@ -1,7 +1,7 @@
 """Orders in which the blocks of a frozen model run: its middle is skipped, reversed, shuffled, repeated or averaged.
 
-Blocks are numbered 1..T. A schedule is a sequence of steps. A number runs that block on the current state. A tuple runs
-each of its blocks on the same state and averages their outputs. In a model of T blocks, `start` = N keeps a prefix
+Blocks are numbered 1..T. A schedule is a sequence of numbers and tuples. A number runs that block on the current state.
+A tuple runs each of its blocks on the same state and averages their outputs. With T blocks, `start` = N keeps a prefix
 1..N+1 and a suffix T-N+1..T, and changes the middle N+2..T-N of M = T - 2N - 1 blocks.
 
 Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298; index ranges of the released code, which counts
@@ -75,7 +75,7 @@ def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
 
 
 def parallel(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule whose middle blocks all run on the same state and whose outputs are averaged."""
+    """Return the schedule in which all middle blocks run on the same state and their outputs are averaged."""
     return looped_parallel(num_blocks, start, loops=1)
 
 
@@ -112,10 +112,10 @@ def repeat_one(num_blocks: int, block: int) -> Schedule:
 
 
 def checked(schedule: Sequence[Step], num_blocks: int) -> Schedule:
-    """Return the schedule after a check of its steps; a tuple of one block becomes the number of that block.
+    """Return a checked copy of a schedule, in which a tuple of one block is replaced by the number of that block.
 
     Raises:
-        TypeError: a step that is neither a number nor a tuple of numbers.
+        TypeError: an entry of the schedule that is neither a number nor a tuple of numbers.
         ValueError: a block that does not exist, or an empty tuple.
     """
     steps: list[Step] = []
@@ -135,15 +135,15 @@ _STEP = re.compile(r"\d+|\(\s*\d+(?:\s*,\s*\d+)*\s*\)")
 
 
 def members(step: Step) -> tuple[int, ...]:
-    """Return the blocks that a step runs on one state."""
+    """Return the numbers of the blocks that one entry of a schedule, a number or a tuple, runs on the same state."""
     return step if isinstance(step, tuple) else (step,)
 
 
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
-    """Return the schedule in a text such as `1 2 (3,4,5) (3,4,5) 6`.
+    """Return the schedule that is written as a text such as `1 2 (3,4,5) (3,4,5) 6`.
 
     Raises:
-        ValueError: no step, text of another form, or a schedule that `checked` refuses.
+        ValueError: an empty text, a text of another form, or a schedule that `checked` refuses.
     """
     steps = [tuple(map(int, re.findall(r"\d+", step))) for step in _STEP.findall(text)]
     if not steps or _STEP.sub("", text).strip():
@@ -165,7 +165,7 @@ def kendall_distance(order: Sequence[int]) -> int:
 
 
 def _spliced(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
-    """Return the schedule that runs `steps` in place of the middle."""
+    """Return the schedule that runs the blocks before the middle, then `steps`, then the blocks after the middle."""
     changed = middle(num_blocks, start)
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
@@ -194,7 +194,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A schedule with the name of its variant and the options that produced it."""
+    """A schedule with the name of its kind, such as `skip`, and the options that produced it."""
 
     name: str
     schedule: Schedule
@@ -208,7 +208,7 @@ class Variant:
         """Tags of the records that are measured with this schedule.
 
         `block` is not a tag, because the record stores it as its layer. The tag `schedule` spells out custom and random
-        orders, which the other tags do not describe.
+        orders of the blocks, which the other tags do not describe.
         """
         tags: dict[str, str | int | float] = {"variant": self.name}
         for name in ("middle", "loops", "seed"):
@@ -272,9 +272,10 @@ def variants(
 
 
 def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
-    """Return the schedules of one variant for one middle.
+    """Return the schedules of one function that changes the middle, for one `start`.
 
-    `random` has one for each seed and `looped_parallel` one for each number of loops. Every other variant has one.
+    `random` has one schedule for each seed, and `looped_parallel` one for each number of loops. Every other function
+    has a single schedule.
     """
     options: list[dict[str, int]] = [{}]
     if name == "random":

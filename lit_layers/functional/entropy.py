@@ -78,7 +78,8 @@ def normalized(
 ) -> Tensor:
     """Return the entropies divided by the logarithms that `normalization` names (see `matrix_entropy`).
 
-    An entropy with a problem, or whose divisor is 0, becomes NaN or raises ValueError, as `undefined` says.
+    `problems` maps each reason why an entropy is undefined to a mask of these entropies. A divisor of 0 is one more
+    reason. An undefined entropy becomes NaN if `undefined` is "nan", and otherwise raises ValueError.
     """
     if normalization == "raw":
         return checked(metric, values, problems, undefined)
@@ -270,7 +271,11 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
-    """Return the real rows with zeros after them, their number, and a mask of the undefined sets for each reason."""
+    """Return the rows of each set as its entropy needs them, their number, and the sets without a value.
+
+    The rows are the real ones, centred and scaled as the options say, with zeros after them. The last result maps each
+    reason why a set has no value to a boolean mask of the sets that it applies to.
+    """
     rows, real = real_rows(widened(rows), mask, drop_first)
     num_rows = real.sum(-1)
     broken = not_finite(rows)
@@ -491,7 +496,7 @@ def _lidar(
     alpha2: Alpha2,
     normalization: Normalization,
 ) -> tuple[Tensor, str]:
-    """Return `lidar` of one set of views, and the reason if it is undefined, else an empty string."""
+    """Return the `lidar` of one set of views, and the reason why it is undefined ("" if it is defined)."""
     scatter, means = sums.mean_scatter(), torch.cat(sums.means)
     num_prompts, dim = means.shape
     # Usually one cheap pass suffices: a non-finite view also makes the diagonal of the scatter non-finite.
@@ -533,7 +538,10 @@ def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both views in float64, scaled to norm 1 if `unit`, and a mask of the undefined sets for each reason."""
+    """Return both views in float64 and the sets of prompts without a value; with `unit`, rows have norm 1.
+
+    The last result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
+    """
     view_a, view_b = widened(view_a), widened(view_b)
     if view_a.shape != view_b.shape or view_a.shape[-2] < 2:
         shapes = f"{tuple(view_a.shape)} and {tuple(view_b.shape)}"
@@ -549,7 +557,7 @@ def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, d
 
 
 def _permutations(permutations: int | Tensor, size: int, seed: int) -> Tensor:
-    """Return the permutations (repeats, size), drawn if `permutations` is a number."""
+    """Return `permutations` if it is a tensor, else that number of random permutations, (permutations, size)."""
     if isinstance(permutations, Tensor):
         return permutations
     generator = torch.Generator().manual_seed(seed)

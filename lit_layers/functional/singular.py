@@ -222,5 +222,5 @@ def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> T
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
     errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of equal sign
     # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors.
-    # The factor 2 adds left and right.
+    # The factor 2 is for the sum of both.
     return 2 * errors.square().cumsum(-1).sqrt()

@@ -26,7 +26,8 @@ PerSet = Float[Tensor, "*n"]
 
 MIN_RANKS = 3  # smallest number of ranks for the fit of a slope
 _EPS = torch.finfo(torch.float64).eps
-# Error of a distance relative to the norms of its points. The root of a difference of squares has only half the digits.
+# Rounding error of a distance of two points, relative to the norms of the points. The distance is the root of a
+# difference of squares, so it has only half the digits.
 _DIST_EPS = 8 * _EPS**0.5
 
 
@@ -72,10 +73,10 @@ def two_nn_dimension(points: Points, *, discarded: float = 0.1, undefined: Undef
     """Return the intrinsic dimension of the set that the points lie on, from distances to their two nearest neighbours.
 
     Above 0. Let mu = r2 / r1 be the ratio of these distances for each point, and F its empirical distribution function.
-    The value is the slope of the line through the origin of -log(1 - F(mu)) against log mu. The largest `discarded`
-    share of mu is left out. Points that are equal up to rounding are one point. Unchanged by rotation, translation,
-    scaling and the order of points. In high dimension the value is too low, especially for few points: compare only
-    sets with equally many points.
+    The value is the slope of -log(1 - F(mu)) against log mu, fitted by a line through (0, 0). The largest `discarded`
+    share of mu is left out. Points that are equal up to rounding are merged into one. Unchanged by rotation,
+    translation, scaling and the order of points. In high dimension the value is too low, especially for few points:
+    compare only sets with equally many points.
 
     Source: Facco et al. 2017, equations 3 to 5.
 
@@ -98,9 +99,9 @@ def merged_distances(
 ) -> tuple[Float[Tensor, "different different"], Int[Tensor, " points"]]:
     """Return the distances between points after merging equal ones, and the index of each point among the merged ones.
 
-    The diagonal is infinite. Points are merged if they may differ only by rounding in the format `computed_in`. The
-    states of two prompts with the same beginning differ only by rounding that depends on their position in memory.
-    Ratios of such distances say nothing about dimension.
+    The diagonal is infinite. Two points are merged if rounding in the format `computed_in` can explain their
+    difference. For example, if two prompts begin with the same tokens, the states of these tokens differ only by
+    rounding. Ratios of such tiny distances say nothing about the dimension of the states.
     """
     # Centre first: |x - y|^2 = |x|^2 + |y|^2 - 2 x'y loses fewer digits for points near the origin.
     shifted = centered(points, points.new_ones(len(points), dtype=torch.bool))
@@ -171,7 +172,10 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """Return the points scaled to norm 1, and a mask of the undefined sets for each reason."""
+    """Return the points scaled to norm 1, and the sets of points without a value, for `checked`.
+
+    The second result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
+    """
     points = widened(points)
     broken = not_finite(points)
     points = zeroed(points, broken)

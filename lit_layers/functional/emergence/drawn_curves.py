@@ -31,7 +31,7 @@ Array = NDArray[np.floating[Any]]
 # Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence,
 # often a single model has nearly all of the weight, and its intervals are too narrow.
 TEMPER = 0.9
-# `mean_curves` uses processes with more than the share RARE of the weight, and at most MOST_PAIRS pairs of steps.
+# `mean_curves` leaves out processes with at most the share RARE of the weight. It uses up to MOST_PAIRS pairs of steps.
 RARE, MOST_PAIRS = 5e-3, 100
 SPLITS = 2  # rounds of splitting the likeliest steps
 # `_two_steps` tries TRIED steps in each round with every other step. It keeps pairs whose log-evidence is at most
@@ -65,10 +65,11 @@ SHAPES = (_no_step, _sigmoid, _from_corner, _to_corner)
 
 
 class Steps(NamedTuple):
-    """Steps by shape, location and width. The first one has shape 0: no step.
+    """Steps (sudden changes in the level of a curve) by shape, location and width.
 
-    Each step represents a cell of the grid. The cell is `cell` wide in location and `ratio` wide in the logarithm of
-    the width. The prior probability of a step is proportional to the size of its cell.
+    The first one has shape 0 and means "no step". Every other step represents all steps near it: those in a range of
+    locations of length `cell` and in a range of log widths of length `ratio`. Its prior probability is proportional to
+    the size of this cell.
     """
 
     shape: NDArray[np.intp]
@@ -80,8 +81,8 @@ class Steps(NamedTuple):
 
     @classmethod
     def from_axis(cls, x: Array) -> "Steps":
-        # Cells divide the intervals between checkpoints. There are more cells where checkpoints are dense, because the
-        # values distinguish between steps there.
+        # Divide the intervals between checkpoints into cells, one step in each. So there are more steps where
+        # checkpoints are dense: only there do the values distinguish between steps at close locations.
         x, span = np.append(x[: -1 : max(1, round(len(x) / LOCATIONS))], x[-1]), x[-1] - x[0]
         per = max(1, LOCATIONS // len(x))
         cells = np.repeat(np.diff(x) / per, per)
@@ -105,7 +106,7 @@ class Steps(NamedTuple):
         return Steps(*fields)
 
     def split(self) -> "Steps":
-        """Return nine steps for each step: one for each third of its cell in location and in width."""
+        """Return a finer grid: each step's cell is split in 3 by location and in 3 by width, with one step per part."""
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
             loc, width = self.loc + along * self.cell, self.width * np.exp(across * self.ratio)
@@ -120,9 +121,10 @@ def _joined(*steps: Steps) -> Steps:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of steps by their indices (2, pairs) into `steps`.
+    """Pairs of steps that a curve may have, as indices (2, pairs) into the list `steps`.
 
-    Either step may be "no step", so that pairs also hold models with no or one step.
+    A step is a sudden change in the level of the curve. Either member of a pair may be "no step": a pair then
+    represents a curve with one step, or with none.
     """
 
     steps: Steps
@@ -135,9 +137,10 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Log-prior of each pair: models with no, one and two steps are equally likely before tempering.
+        """Log of the prior probability of each pair, before it is raised to a power by `_softmax_`.
 
-        A pair of two steps counts twice, because the steps can be in either order.
+        Curves with no, one and two steps are equally likely. A pair of two steps counts twice, because the steps can
+        be in either order.
         """
         return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two
 
@@ -151,26 +154,27 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Return nine pairs for each pair, by splitting its step `side` (0 or 1).
+        """Return nine pairs for each pair: its step `side` (0 or 1) is replaced by each of the nine of `Steps.split`.
 
-        In the new pairs, the part of the step that was split comes second.
+        In the new pairs, the replaced step comes second.
         """
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return the indices of pairs to split: the `SPLIT` likeliest for each shape of the second step."""
+        """Return the indices of the likeliest pairs, whose second step is to be split: `SPLIT` for each shape of it."""
         shape = self.steps.shape[self.index[1]]
         groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
 
 
 def likeliest(evidence: Array, count: int) -> NDArray[np.intp]:
-    """Return the indices of the `count` largest evidences, the best last.
+    """Return the indices of the `count` largest evidences, the largest last.
 
-    Evidences that differ only by rounding keep their order. Narrow steps between the same two checkpoints have the same
-    values at all checkpoints, so their order would otherwise depend on the machine.
+    Evidences that differ only by rounding count as equal and stay in the order of their indices. This matters for
+    narrow steps between the same two checkpoints. They have the same values at all checkpoints, so otherwise rounding,
+    which depends on the machine, would decide between them.
     """
     rounded, count = np.round(evidence, DECIMALS), min(count, len(evidence))
     near = np.flatnonzero(rounded >= np.partition(rounded, -count)[-count])
@@ -216,7 +220,7 @@ class _Processes:
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
-        """Return slices of processes, so small that `columns` whitened columns of a slice fit into the CPU cache."""
+        """Return slices of the processes, so small that `columns` whitened columns of each fit into the CPU cache."""
         count, n, _ = self.whitening.shape
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
@@ -227,12 +231,12 @@ class _Processes:
         return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
     def base_evidence(self, white: Array, rows: slice = slice(None)) -> Array:
-        """Return the log-evidence of whitened values without steps, (processes, sets)."""
+        """Return the log-evidence, without steps, of each column of whitened values, (processes, columns)."""
         # The density of the values without its factor (2 pi)^(-n / 2), which is the same for every model.
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Return the log-evidence of values (n,) with each pair of steps, (processes, pairs)."""
+        """Return the log-evidence of values `y` (n,) for each pair of steps, with its prior, (processes, pairs)."""
         columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
         single = not pairs.steps.shape[pairs.index[0]].any()  # the first step of each pair is "no step"
@@ -251,9 +255,9 @@ class _Processes:
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
-        """Return the largest log-evidence over processes of each pair of a step in `firsts` and any step.
+        """Return the log-evidence of each pair of a step in `firsts` and any step, (firsts, steps).
 
-        Shape (firsts, steps). Priors are not included.
+        Each is the largest over the processes. Unlike in `evidence`, the prior of the pair is not included.
         """
         columns = steps.values(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
@@ -274,9 +278,9 @@ def _products(first: Array, second: Array) -> Array:
 
 
 def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
-    """Eliminate the first of two step heights from the precision matrix; return the slope and the Schur complement.
+    """Return `slope` and `schur` of the module docstring, for the precision matrix of two step heights.
 
-    `diag` are the diagonal entries, `cross` the off-diagonal entry, `prior` the prior precision of a height.
+    `diag` are its two diagonal entries, `cross` is its off-diagonal entry, `prior` the prior precision of a height.
     """
     slope = cross / diag[0]
     # In exact arithmetic this is never below `prior`. For two nearly equal steps the difference is mostly rounding,
@@ -285,7 +289,10 @@ def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Arra
 
 
 def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
-    """Return twice the log-evidence that two steps add; `dot` are the products of whitened shapes and values."""
+    """Return twice the log-evidence that two steps add: the second formula of the module docstring.
+
+    `dot`, `diag` and `cross` are those of the formula, `prior` is the prior precision of a step's height.
+    """
     slope, schur = _schur(diag, cross, prior)
     return (dot[1] - slope * dot[0]) ** 2 / schur - np.log(schur * (diag[0] / prior**2)) + dot[0] ** 2 / diag[0]
 
@@ -383,10 +390,11 @@ def _condition_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """Return the mean of the distribution that `draw_curves` draws from, for each of several sets of values.
+    """Return the mean of the curves that `draw_curves` draws, for each row of `values`, (samples, grid).
 
-    The sets (sets, points) are bootstrap samples; the result is (sets, grid). Processes and steps that are unlikely for
-    the mean of all sets are left out. This is accurate enough, because the means only determine the order of draws.
+    `values` (samples, points) has the values of one curve in each row, from one bootstrap sample. Processes and steps
+    that are unlikely for the mean of all rows are left out. This is accurate enough, because the results only decide
+    the order of draws in `coupled_draws`.
     """
     level = values.mean(1, keepdims=True)
     values = (values - level).T
@@ -419,12 +427,13 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Return the quantities of `mean_curves` that depend on the steps, but not on the values.
+    """Return what `mean_curves` needs of the pairs of steps, before it reads values of a curve.
 
-    - Directions (processes, n, 2 x pairs): the whitened first step, then the whitened second step with the first one
-      eliminated. Multiplied by the whitened values and squared, they add up to half the gain without its logarithm.
-    - The part of the log-evidence that no value changes: the logarithm in the gain, and the prior, (processes, pairs).
-    - A matrix for each pair, (pairs, 2, processes x 2), that turns these products of all processes into step heights.
+    - Directions (processes, n, 2 x pairs): first for the first step of each pair, then for the second. The products
+      of a pair's two directions with the whitened values, squared and added, are half the quadratic terms of `_gain`.
+    - The remaining part of the log-evidence, (processes, pairs): half the logarithm in `_gain`, and the prior.
+    - A matrix for each pair, (pairs, 2, processes x 2). It maps the products above, of all processes, to the mean
+      heights of the two steps.
     """
     shapes, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
     first, second = (shapes.take(index, 2) for index in pairs.index)
@@ -441,10 +450,10 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 
 
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
-    """Return processes, pairs of steps (those of two steps last) and their evidence, (processes, pairs).
+    """Return the models of a curve: processes, pairs of steps, and the evidence of each, (processes, pairs).
 
-    Values with small errors determine the width of a step to a few percent, more closely than the grid. The likeliest
-    steps are therefore split in `splits` rounds.
+    Pairs with "no step" come first, pairs of two steps last. Values with small errors determine the width of a step to
+    a few percent, more closely than the grid of widths. The likeliest steps are therefore split in `splits` rounds.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
@@ -461,15 +470,15 @@ def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tup
 
 
 def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
-    """Return the index of the likeliest process for each kernel height."""
+    """Return the indices of the likeliest process of each kernel height, so that `_two_steps` can try only these."""
     return np.array([*{kernels[row].height: row for row in np.argsort(evidence)}.values()])
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
-    """Return the likeliest pairs of two steps.
+    """Return the likeliest pairs of two steps, after two rounds of search.
 
-    In the first round, each of the likeliest single steps is paired with every step. In the second round, the same
-    is done with further steps, those of the likeliest of these pairs. `score` is the evidence of each single step.
+    The first round pairs the `TRIED` likeliest single steps with every step; `score` is the evidence of each single
+    step. The second round pairs `TRIED` more steps with every step: those that did best as partners in the first round.
     """
     every, tried = np.arange(len(steps.shape)), steps.shape == 0
     firsts, evidence = np.zeros(0, dtype=np.intp), np.zeros((0, len(every)))
@@ -496,7 +505,7 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 
 
 def _weights(evidence: Array, pairs: Pairs) -> Array:
-    """Return the weights of all models, pairs of two steps last, from their evidence (processes, pairs, ...).
+    """Return the weights of all models from their evidence (processes, pairs, ...), with pairs of two steps last.
 
     Half of the weight follows the evidence of all models, half that of models with at most one step. Two smooth steps
     explain almost everything, so that the process has almost no variance. Such a model is too certain of the peak
@@ -513,7 +522,7 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
 
 
 def _softmax_(evidence: Array) -> Array:
-    """Return the softmax of the tempered evidence over processes and pairs, (processes, pairs, ...), in place."""
+    """Turn log-evidences (processes, pairs, ...), in place, into weights that sum to 1 over processes and pairs."""
     evidence -= evidence.max((0, 1))  # exp of a log-evidence of 1,000 would overflow
     evidence *= TEMPER
     np.exp(evidence, out=evidence)

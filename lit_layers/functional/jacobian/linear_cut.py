@@ -39,7 +39,8 @@ from lit_layers.functional.jacobian.block_call import (
 )
 
 _ADDMMS = (torch.addmm, torch.Tensor.addmm)
-# Largest number of entries of an intermediate tensor. On a CPU 8 MB fit into the cache. A GPU is faster with more.
+# Largest number of entries of an intermediate tensor. On a CPU, 8 MB fit into the cache. A GPU is faster with larger
+# tensors.
 _ENTRIES = {"cpu": 2**21}
 _ENTRIES_ELSEWHERE = 2**27
 
@@ -53,9 +54,10 @@ class Linear(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Dependence of a tensor on a leaf.
+    """Dependence of a tensor on one of the leaves at which autograd is cut; `leaf` is the index of the leaf.
 
-    `slopes` are the diagonal entries of its Jacobian if this is diagonal. Otherwise they are None.
+    `slopes` are the diagonal entries of the Jacobian of the tensor with respect to the leaf. They are None if this
+    Jacobian is not diagonal.
     """
 
     leaf: int
@@ -64,7 +66,7 @@ class Link(NamedTuple):
 
 
 class _Replay(Replay):
-    """Makes the attention output and the output of every linear map a leaf of the graph."""
+    """Cuts autograd's graph of a block at its attention and at every linear map: their outputs become leaves."""
 
     def __init__(self, attention: Attention, expansion: Expansion, states: Tensor) -> None:
         super().__init__(attention, self._answer)
@@ -98,7 +100,7 @@ class _Replay(Replay):
         return leaf
 
     def _depends(self, tensor: Tensor | None) -> bool:
-        """Return whether a tensor depends on the input states, which is quick for tensors without autograd history."""
+        """Return whether a tensor depends on the input states or on the output of an earlier linear map."""
         if tensor is None or tensor.grad_fn is None:
             return False
         leaves = [self.states, *(node.output for node in self.nodes if node is not None)]
@@ -171,13 +173,16 @@ class CutBlock:
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
-        """Return the Jacobians of the attention output with respect to the inputs of the linear maps that feed it.
+        """Return the Jacobians of the attention output with respect to the inputs of the maps that feed it.
 
-        Keys are the indices of the maps' leaves, values are (picked, heads x head_dim, in).
+        These are the linear maps that compute queries, keys and values. Each key is the index in `leaves` of the
+        output of such a map, each value the Jacobian for the map's input, (tokens, heads x head_dim, in). Maps with the
+        same input share one entry.
         """
         maps: dict[int, Tensor] = {}
         # This is forward mode: the tangents are the columns of the weights, so no product comes before the attention.
-        # Queries, keys and values mostly share one input. Their Jacobians are then added before the product with G.
+        # Queries, keys and values mostly share one input (`shared`). Their Jacobians are then added here, so that
+        # `_push_attention` needs one product for all three.
         shared: dict[int, int] = {}
         pushes = self.expansion.push_query, self.expansion.push_key, self.expansion.push_value
         for end, push in zip(self.ends, pushes, strict=True):
@@ -190,9 +195,10 @@ class CutBlock:
         return maps
 
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
-        """Return rows of the Jacobian with respect to the block's input, (rows, picked, dim).
+        """Return `rows` of the Jacobian of the block's output with respect to its input, (rows, picked, dim).
 
-        Without `joined`, stop at the attention and return rows of the Jacobian with respect to the attention output.
+        `joined` is the result of `_joined`. If it is None, return rows of the Jacobian of the block's output with
+        respect to the attention output instead.
         """
         pending: dict[int, Tensor] = {}
         slopes = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
@@ -224,7 +230,7 @@ class CutBlock:
         return result
 
     def _basis(self, rows: slice) -> Tensor:
-        """Return `rows` of the identity as cotangents of the output, (rows, 1, dim)."""
+        """Return `rows` of the identity matrix, as cotangents of the block's output, (rows, 1, dim)."""
         basis = self.output.new_zeros(rows.stop - rows.start, 1, self.dim)
         basis[:, 0, rows].fill_diagonal_(1)
         return basis
