@@ -169,7 +169,7 @@ def settings_of(measurement: Measurement) -> str:
 
 
 def short(settings: str) -> str:
-    """Return the name of settings, shortened to eight digits of each hash."""
+    """Return a settings' name `CONFIG.DATA`, shortened to eight digits of each hash."""
     return ".".join(part[:8] for part in settings.split("."))
 
 

@@ -205,7 +205,7 @@ def reading(metric: str) -> Reading | None:
 
 
 def _compared(row: Metric) -> str:
-    """Return the reference value of a metric, or the title of its chance level."""
+    """Return what a page says to compare a metric with: its reference value, or the title of its chance level."""
     if row.level is not None:
         return f"{row.level_name}: {row.level:g}"
     baseline = look_up(row.baseline)

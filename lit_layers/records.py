@@ -115,14 +115,16 @@ def lineage_in(root: str | Path) -> Lineage | None:
 
 
 class Store:
-    """The measurements of one file, with those added since: the last of each identity (see `lit_layers.identity`).
+    """The measurements of one file, including those added since it was read; iterating yields them.
 
-    Measurements that a training abandoned are left out.
+    If a number was measured twice, only the last measurement is kept (see `lit_layers.identity`). If a training was
+    resumed at an earlier step, its older measurements of later steps are left out.
 
     Args:
         path: the file; it need not exist yet.
         measurements: the content of the file, if it was read before.
-        lineage: the training to which new measurements of its run belong; None: the one in the file, if any.
+        lineage: the training that `add` writes into new measurements of its run; None: the training of the file's
+            measurements, if there is one.
     """
 
     def __init__(

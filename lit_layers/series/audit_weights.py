@@ -1,8 +1,9 @@
-"""Audit rules on weights, one function each: they find checkpoints that are not on the path of their training.
+"""Audit rules on weights, one function each: they find checkpoints whose weights do not fit between their neighbours'.
 
-Training moves weights in small updates, so the distance between two checkpoints grows with the steps between them, for
-every learning rate schedule. Each threshold below was set between the values of healthy trainings and the values of the
-same trainings with one planted defect. The rules report nothing for values between the two.
+Training moves weights in small updates. The distance between two checkpoints therefore grows with the number of
+optimizer steps between them, for every learning rate schedule. The checkpoints of a training, in step order, form a
+path through the space of weights, and a checkpoint far from it is suspect. Each threshold below lies between the values
+of undamaged ("healthy") trainings and the values of the same trainings with one planted defect.
 """
 
 import functools
@@ -17,29 +18,33 @@ import numpy as np
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, formats
 
-# Detour of step i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). Healthy steps have 0.75 or more, mostly
-# 1.4 to 2. A step below the limit is off the path.
+# Detour of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
+# trainings, mostly 1.4 to 2. A checkpoint below the limit is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # the same limit for the detour of one tensor
-FAR_LESS = 0.6  # a detour counts only below this share of the next smallest detour
-RETURN = 0.6  # |w[c] - w[a]| over the larger of |w[b] - w[a]| and |w[c] - w[b]|, a < b < c: healthy from 0.67
-# Length of the changed edges after an exchange, relative to before: healthy from 0.96, at the ends from 0.85.
+FAR_LESS = 0.6  # a detour is a fault only if it is below this share of the next smallest detour
+RETURN = 0.6  # limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for a < b < c: healthy from 0.67
+# Exchanging two checkpoints changes the distances to their neighbours. Limits of the sum of these distances after the
+# exchange, relative to before: healthy from 0.96, or from 0.85 if one of the two is the first or last checkpoint.
 SWAP, SWAP_AT_END = 0.9, 0.8
-# 1 - cosine to the nearer neighbour, relative to the median over all steps: healthy to 0.84, other trainings from 0.97.
+# Limit of 1 - cosine between a checkpoint and its nearer neighbour, relative to the median over all other checkpoints:
+# healthy to 0.84, a checkpoint of another training from 0.97.
 STRANGER = 0.9
-# A step is unlike its neighbours if their cosine is above ALIKE and its cosine to both is below UNLIKE times theirs.
+# A checkpoint is unlike its two neighbours if the cosine between the neighbours is above ALIKE, and its own cosines to
+# both are below UNLIKE times that cosine.
 UNLIKE, ALIKE = 0.3, 0.25
-# STRANGERS: two steps with a smaller cosine may come from two trainings; those measured had at most 0.09. FASTER: two
-# groups of steps are two trainings if weights change so many times faster between the groups than within each.
+# STRANGERS: two checkpoints with a smaller cosine may come from two trainings; the measured cosines between trainings
+# were at most 0.09. FASTER: two groups of checkpoints are two trainings if weights change more than this many times
+# faster between the groups than within each.
 STRANGERS, FASTER = 0.15, 5.0
-JUMP = 5.0  # last move of a tensor over its previous move, relative to the median tensor: healthy to 1.6
-FARTHER = 1.2  # |w[-1] - w[-3]| over |w[-2] - w[-3]| of a tensor, relative to the median tensor
-OUTSIZED = 100.0  # norm of a matrix over the larger norm at both neighbours: a flipped exponent bit exceeds this
-SEVERAL = 16  # a tensor of fewer values may be equal by chance
-HARDLY = 0.1  # share of changed values between neighbours below which equal checkpoints may be genuine
-COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # relative distances below these are rounding
+JUMP = 5.0  # limit of |w[-1] - w[-2]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor: healthy to 1.6
+FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor
+OUTSIZED = 100.0  # limit of a matrix's norm over the larger norm at its neighbours; a flipped exponent bit exceeds it
+SEVERAL = 16  # smaller tensors are not compared, because few values may be equal by chance
+HARDLY = 0.1  # equal checkpoints may be genuine if less than this share of the values changes next to them
+COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # smaller relative distances may be rounding in this precision
 _FINE = 1e-5
-_SAME = 1e-7  # relative distance that counts as equal; products in float64 are exact to less
+_SAME = 1e-7  # tensors are equal up to this relative distance, which covers the rounding of products in float64
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,13 @@ class Listed:
 
     series: Series
     chosen: Sequence[Checkpoint]
-    compared: Mapping[str, Checkpoint]  # by name: the last step, `main`, the chosen ones
-    hashes: Mapping[str, Mapping[Format, frozenset[str]]]  # by checkpoint; the format that is loaded comes first
+    compared: Mapping[str, Checkpoint]  # the last step, `main` and the chosen checkpoints, by name
+    # hashes of the weight files, by checkpoint and by format; the format that is loaded comes first
+    hashes: Mapping[str, Mapping[Format, frozenset[str]]]
 
     @classmethod
     def read(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
-        """Request the file list of each checkpoint, several at a time."""
+        """Read the lists of files; on the Hub, several are requested at a time."""
         ends = filter(None, (series.listing.last, series.listing.main))
         compared = {one.name: one for one in (*ends, *chosen)}
         hashes = ask_all(_hashes_of, compared.values())
@@ -75,7 +81,7 @@ class Listed:
         return self.series.listing
 
     def equal(self, one: str, other: str) -> bool | None:
-        """Return whether both checkpoints hold the same weight files; None if they have no format in common."""
+        """Return whether two checkpoints, given by name, have equal weight files; None if they share no file format."""
         for kind, contents in self.hashes[one].items():
             if kind in self.hashes[other]:
                 return contents == self.hashes[other][kind]
@@ -102,12 +108,15 @@ class Path:
     """
 
     steps: Sequence[Checkpoint]
-    products: Mapping[str, np.ndarray]  # (steps, steps) for each matrix
-    rounding: float  # relative distance that may be rounding in the stored precision
+    products: Mapping[str, np.ndarray]  # inner products (steps, steps) of each tensor, by its name
+    rounding: float  # a relative distance up to this may be rounding in the stored precision
 
     @classmethod
     def make(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
-        """Return the path of these steps, from the matrices (or vectors) that have the same shape at every step."""
+        """Return the path of these checkpoints, from the tensors that have the same shape in all of them.
+
+        It has only the matrices, or with `vectors` only the other tensors, such as biases.
+        """
         import torch
 
         shapes = [{(name, facts.shape) for name, facts in prints[one.name].tensors.items()} for one in steps]
@@ -116,7 +125,7 @@ class Path:
             if facts[name].is_matrix != vectors and facts[name].count >= SEVERAL:
                 samples = torch.stack([prints[one.name].samples[name] for one in steps])
                 values = samples.double().nan_to_num(0.0, 0.0, 0.0).numpy()
-                # The samples estimate the product over all values of the tensor.
+                # Scale the inner products of the sampled values to the number of values of the whole tensor.
                 products[name] = values @ values.T * (facts[name].count / values.shape[1])
         stored = {prints[one.name].precision for one in steps}
         return cls(steps, products, max((COARSE.get(each, _FINE) for each in stored), default=_FINE))
@@ -127,18 +136,18 @@ class Path:
 
     @functools.cached_property
     def distances(self) -> Mapping[str, np.ndarray]:
-        """Distances (steps, steps) of each matrix."""
+        """Distances (steps, steps) between the checkpoints in each tensor."""
         return {name: _distances(products) for name, products in self.products.items()}
 
     @functools.cached_property
     def distance(self) -> np.ndarray:
-        """Distances (steps, steps) over all matrices, each scaled to a mean square of 1."""
+        """Distances (steps, steps) over all tensors, each of which is scaled to a mean squared distance of 1."""
         squares = [each**2 / mean for each in self.distances.values() if (mean := (each**2).mean()) > 0]
         return np.sqrt(sum(squares, np.zeros((len(self.steps), len(self.steps)))))
 
     @functools.cached_property
     def cosine(self) -> np.ndarray:
-        """Cosines (steps, steps) of all matrices joined to one vector."""
+        """Cosines (steps, steps) between the checkpoints, each seen as one vector of all its tensors."""
         inner = sum(self.products.values(), np.zeros((len(self.steps), len(self.steps))))
         lengths = np.sqrt(np.maximum(np.diag(inner), 1e-300))
         return inner / lengths[:, None] / lengths
@@ -146,8 +155,8 @@ class Path:
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return two matrices (steps, steps) for one tensor: cosines, and <a, b> / min(|a|, |b|)^2.
 
-        a and b are the tensor's values at two steps. The second ratio is at least 1 if later weights only add to the
-        earlier ones. Both are 1 for a tensor of zeros.
+        a and b are the tensor's values in two checkpoints. The second ratio is at least 1 if b is a plus a change that
+        does not point against a. Both are 1 if a or b is all zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -156,7 +165,7 @@ class Path:
 
     @property
     def turns(self) -> float:
-        """Length of the path of the normalized weights, up to a factor."""
+        """Length of the path if all checkpoints are scaled to the same norm, up to a constant factor."""
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
     def drop(self, names: Collection[str]) -> "Path":
@@ -176,7 +185,7 @@ def _distances(products: np.ndarray) -> np.ndarray:
 
 
 def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Find steps with NaN or infinite values, or with a tensor of zeros that was not zero before."""
+    """Find checkpoints with NaN or infinite values, or with a tensor of zeros that was not zero before."""
     weighted: set[str] = set()
     for one in steps:
         facts = prints[one.name].tensors
@@ -191,7 +200,7 @@ def broken_values(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]
 
 
 def outsized_tensors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Find steps at which a matrix is far larger than at both neighbours, as after a flipped exponent bit."""
+    """Find checkpoints with a matrix far larger than in both neighbours, as after a flipped exponent bit."""
     for index, one in enumerate(steps):
         nearby = [prints[steps[near].name].tensors for near in (index - 1, index + 1) if 0 <= near < len(steps)]
         for name, facts in prints[one.name].tensors.items():
@@ -241,7 +250,10 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
 
 
 def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
-    """Return whether the group is consecutive, and the step before or after it differs in few sampled values."""
+    """Return whether weights hardly change next to a group of equal checkpoints, which may then be genuine.
+
+    The group must be consecutive, and the checkpoint before or after it must differ from it in few sampled values.
+    """
     indices = sorted(steps.index(one) for one in group)
     if indices[-1] - indices[0] + 1 != len(indices):
         return False
@@ -251,7 +263,7 @@ def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], gro
 
 
 def _moved(one: Fingerprint, other: Fingerprint) -> float:
-    """Return the share of sampled values that differ."""
+    """Return the share of the sampled values that differ between two checkpoints."""
     pairs = [
         (values, other.samples[name])
         for name, values in one.samples.items()
@@ -262,10 +274,10 @@ def _moved(one: Fingerprint, other: Fingerprint) -> float:
 
 
 def path_findings(path: Path) -> list[Finding]:
-    """Find swapped steps and steps off the path.
+    """Find swapped checkpoints and checkpoints off the path.
 
-    A finding names steps only if the path without them is healthy. Otherwise one finding says that several steps are
-    wrong, and names none.
+    A finding names checkpoints only if the path without them shows no further fault. Otherwise a single finding says
+    that several checkpoints are wrong, and names none.
     """
     exchange = swapped(path)
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
@@ -279,9 +291,10 @@ def path_findings(path: Path) -> list[Finding]:
 
 
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
-    """Find two steps whose exchange makes the path shorter and healthy; return the finding and the exchanged path.
+    """Find two checkpoints that were swapped: their exchange makes the path shorter and free of other faults.
 
-    The finding names no step if the exchange of two other steps gives the same path backwards.
+    Return the finding and the path after the exchange. The finding names no checkpoint if the exchange of two others
+    gives the same path backwards.
     """
     path = _unborrowed(whole)
     count = len(path.steps)
@@ -293,10 +306,10 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
         _detour(after.distance, index) < LINE for index in range(1, count - 1)
     )
-    regular &= after.turns < path.turns  # larger weights in the same direction are no reason for an exchange
+    regular &= after.turns < path.turns  # must hold for normalized weights: a change of the norm is not an exchange
     for index, neighbour in ((best.first, 1), (best.second, count - 2)):
         regular &= not _is_stranger(after.cosine[index], index)
-        if index in (0, count - 1):  # a step of another training at an end makes one long edge, not two
+        if index in (0, count - 1):  # a long distance at an end shows a checkpoint of another training, not an exchange
             regular &= after.distance[index, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
@@ -309,12 +322,12 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
 
 
 def _unborrowed(path: Path) -> Path:
-    """Return the path without tensors copied from another step, which shorten the distance between the two steps."""
+    """Return the path without tensors copied from another checkpoint, which make the two checkpoints seem close."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
 def _is_stranger(cosine: np.ndarray, index: int) -> bool:
-    """Return whether a step is no nearer to its neighbours than to most other steps."""
+    """Return whether a checkpoint is not much nearer to its neighbours than to most other checkpoints."""
     angles = np.delete(1 - cosine, index)
     return bool(angles[max(index - 1, 0) : index + 1].min() > STRANGER * np.median(angles))
 
@@ -322,17 +335,17 @@ def _is_stranger(cosine: np.ndarray, index: int) -> bool:
 class _Exchange(NamedTuple):
     first: int
     second: int
-    order: np.ndarray  # the index of the step at each position after the exchange
-    ratio: float  # length of the changed edges, new over old
-    saved: float  # length of the changed edges, old less new
+    order: np.ndarray  # the index of the checkpoint at each position after the exchange
+    ratio: float  # sum of the distances that the exchange changes, after over before
+    saved: float  # the same sum, before minus after
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
-    """Yield each exchange of two steps and its effect on the length of the path; none for fewer than four steps."""
+    """Yield each exchange of two checkpoints with its effect on the path's length; none for fewer than four."""
     count = len(distance)
     for first, second in itertools.combinations(range(count), 2) if count >= 4 else ():
         if (first, second) in ((0, 1), (count - 2, count - 1)):
-            continue  # an averaged checkpoint, or a last step that hardly moves, looks the same
+            continue  # an averaged checkpoint, or a last one that hardly moves, looks like this exchange
         edges = np.unique(np.clip([first - 1, first, second - 1, second], 0, count - 2))
         order = np.arange(count)
         order[[first, second]] = second, first
@@ -342,7 +355,7 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
 
 
 def _comes_back(distance: np.ndarray) -> bool:
-    """Return whether two steps are much nearer to each other than a step between them is to either."""
+    """Return whether the path comes back: two checkpoints are much nearer than one of them is to one between them."""
     return any(
         distance[before, after] < RETURN * max(distance[before, index], distance[index, after])
         for before, index, after in itertools.combinations(range(len(distance)), 3)
@@ -350,13 +363,16 @@ def _comes_back(distance: np.ndarray) -> bool:
 
 
 def _detour(distance: np.ndarray, index: int) -> float:
-    """Return the distance of a step's neighbours over the smaller distance from the step to one of them."""
+    """Return the distance between a checkpoint's two neighbours, divided by its distance to the nearer of them."""
     least = min(distance[index - 1, index], distance[index, index + 1])
     return float(distance[index - 1, index + 1] / least) if least > 0 else np.inf
 
 
 def outlying_steps(path: Path) -> Iterator[Finding]:
-    """Find steps off the path between their neighbours: weights of another training, or single tensors of them."""
+    """Find checkpoints off the path between their neighbours, as a whole or in single tensors.
+
+    The weights, or the tensors, may come from another training or another checkpoint.
+    """
     count, whole = len(path.steps), path
     if count < 3:
         return
@@ -380,9 +396,9 @@ def outlying_steps(path: Path) -> Iterator[Finding]:
 
 
 def returned_vectors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
-    """Find steps at which biases or norms return to the values of an earlier step.
+    """Find checkpoints in which a bias or the weight of a norm returns to its values in an earlier checkpoint.
 
-    The path of such vectors is too noisy for the other rules, but healthy ones never return to old values.
+    Such vectors move too noisily for the other rules, but in a healthy training they never return to old values.
     """
     yield from _returned(steps, _borrowed(Path.make(steps, prints, vectors=True), ()))
 
@@ -394,14 +410,15 @@ def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Se
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
-    """Find tensors that return to the values of an earlier step; return their names by the indices of the equal steps.
+    """Find tensors that move away and return to their values in an earlier checkpoint.
 
-    Steps in `strange` are left out. A tensor that most steps share was never trained, and is also left out.
+    Return the names of the tensors, by the indices of the checkpoints in which they are equal. Checkpoints in `strange`
+    are left out, and so are tensors that are equal in most checkpoints, because these were never trained.
     """
     borrowed: dict[tuple[int, ...], list[str]] = {}
     usable = [index for index in range(len(path.steps)) if index not in strange]
     for name, distance in path.distances.items():
-        groups: dict[int, list[int]] = {}  # by the index of the first equal step
+        groups: dict[int, list[int]] = {}  # indices of checkpoints with equal values, by the first of them
         for index in usable:
             first = next((one for one in groups if distance[one, index] <= _SAME * path.norms[name][one]), index)
             groups.setdefault(first, []).append(index)
@@ -417,9 +434,9 @@ def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], lis
 
 
 def _is_least(values: Mapping[int, float], index: int, limit: float) -> bool:
-    """Return whether the value at `index` is below the limit and far below every other value.
+    """Return whether the value at `index` is below the limit, and below `FAR_LESS` times every other value.
 
-    If there is no other value, the limit is lower.
+    If there is no other value, the limit is multiplied by `FAR_LESS`.
     """
     rest = [value for other, value in values.items() if other != index]
     return values[index] < (min(limit, FAR_LESS * min(rest)) if rest else limit * FAR_LESS)
@@ -431,19 +448,21 @@ def _is_unlike(cosine: np.ndarray, index: int) -> bool:
 
 
 def _foreign_steps(path: Path) -> list[int]:
-    """Return the indices of steps that belong to another training than most steps.
+    """Return the indices of the checkpoints that belong to another training than most checkpoints.
 
-    Steps form a group if a chain of similar steps connects them. One training can also make two groups, at its
-    beginning, over a long gap or after a spike of the learning rate. Two groups are two trainings only if
+    Checkpoints form a group if a chain of similar checkpoints connects them. One training can also make two groups: at
+    its beginning, over a long gap between two checkpoints, or after a spike of the learning rate. Two neighbouring
+    groups are two trainings only if
 
-    - the rate of change between them, -log(cosine) per step, is far above the rate within each group,
-    - the gap between them is not much longer than the gaps within, and
-    - the later weights do not contain the earlier ones.
+    - the rate of change between them, -log(cosine) per optimizer step, is far above the rate within each group,
+    - the gap between the groups, in optimizer steps, is not much longer than the gaps within them, and
+    - the later weights are not the earlier weights plus a change.
     """
     count, numbers = len(path.steps), [one.step or 0 for one in path.steps]
     likeness = [path.likeness_in(name) for name in path.distances] or [(path.cosine, path.cosine)]
-    cosine, common = np.quantile(likeness, 0.75, axis=0)  # a few matrices may be frozen
-    # The power of the boolean matrix connects all steps of a chain; a group is named by its first index.
+    cosine, common = np.quantile(likeness, 0.75, axis=0)  # not the maximum, because a few matrices may be frozen
+    # The power of the boolean matrix of similar checkpoints connects all checkpoints of a chain. Each group is named by
+    # the index of its first checkpoint.
     groups = np.linalg.matrix_power(cosine > STRANGERS, count).argmax(1).tolist()
 
     def width(a: int, b: int) -> int:
@@ -471,7 +490,8 @@ def _foreign_steps(path: Path) -> list[int]:
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
     judged = {name: distance for name, distance in path.distances.items() if name not in without}
-    off: dict[tuple[int, ...], list[str]] = {}  # tensors off the path, by the indices of the one or two possible steps
+    # names of the tensors off the path, by the indices of the one or two checkpoints that may be wrong
+    off: dict[tuple[int, ...], list[str]] = {}
     for name, distance in judged.items():
         detours = {index: _detour(distance, index) for index in range(1, count - 1)}
         for index in detours:
@@ -479,7 +499,7 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
             is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
             if least > path.rounding * path.norms[name][index] and is_off:
                 off.setdefault((index,), []).append(name)
-    before = off.get((count - 2,), ())  # tensors off at the last but one step return at the last, which is no jump
+    before = off.get((count - 2,), ())  # off the path at the last but one: the move back at the last is not a jump
     for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(indices, []).append(name)
     for indices, names in sorted(off.items()):
@@ -490,10 +510,10 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
 
 
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield tensors that move much more than the others between the last two steps, with the step off the path.
+    """Yield each tensor that moves much more than the others between the last two checkpoints, and where it is wrong.
 
-    The step off the path is the one of the last two that is farther from the step before them, compared with the other
-    tensors. Both are yielded if the distances do not decide.
+    Of the last two checkpoints, the wrong one is farther from the third last, relative to the other tensors. The
+    indices of both are yielded if these distances do not decide.
     """
     last = len(path.steps) - 1
     moved = {
@@ -502,7 +522,7 @@ def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         if last > 1 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
     shrunk = [path.norms[name][-1] < 0.5 * path.norms[name][-3] for name in moved]
-    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # if most tensors collapse, a healthy one seems to jump
+    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # if most tensors shrink, an undamaged one seems to jump
         return
     jump, away = np.median(list(moved.values()), axis=0).tolist()
     for name, (its_jump, its_way) in sorted(moved.items()):

@@ -33,8 +33,8 @@ class Facts:
     Args:
         names: name patterns of the repositories.
         grammar: how branches are named; a list has one grammar for each training in the repository.
-        repositories: name of each step's repository, if every step is a repository, with `{repo}` and `{step}` or
-            `{thousands}` of steps.
+        repositories: template for the name of each step's repository, if every step is a repository. `{repo}` is the
+            repository of the series, `{step}` the step, `{thousands}` the step divided by 1000.
         ranges: (first, last, interval) of the expected steps.
         tokens_per_step: tokens per optimizer step.
         main_is_last: whether `main` equals the last step.
@@ -45,7 +45,7 @@ class Facts:
     names: str | list[str]
     grammar: str | list[str] | None = None
     repositories: str | None = None
-    ranges: tuple[tuple[Step, Step, Step], ...] = ()  # first, last, every
+    ranges: tuple[tuple[Step, Step, Step], ...] = ()  # (first, last, interval) of each range
     tokens_per_step: int | None = None
     main_is_last: bool | None = None
     warm_up: Count = 1
@@ -78,7 +78,7 @@ def repositories_of(manifest: str | Path) -> list[str]:
 
 
 def known_facts(repo: str, manifest: str | Path | None = None) -> Facts:
-    """Return the first entry for a repository in a manifest; if `manifest` is None, in those of the package.
+    """Return the first entry for a repository in a manifest or, if `manifest` is None, in the package's manifests.
 
     Raises:
         InputError: the named manifest has no entry for the repository.
@@ -148,10 +148,10 @@ class HubRevisions(Series):
         )
 
     def _branches(self, hub: Hub, known: str | list[str] | None) -> tuple[list[_Step], Source | None]:
-        """Return the steps and `main` of a repository whose branches are steps."""
+        """Return each step with its source, for a repository whose branches are steps, and the source of `main`."""
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
-        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # [:1]: the first of several trainings
+        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # [:1]: only the grammar of the first training
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
             some = f"{len(commits)} branches: {', '.join([*commits][:5])}"
@@ -159,7 +159,10 @@ class HubRevisions(Series):
         return [(one, sources[one.name]) for one in names], main
 
     def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
-        """Return the sources of all steps, each its own repository, and as `main` the source of `self.repo`."""
+        """Return each step with its source, for a series with one repository per step, and the source of `self.repo`.
+
+        The series uses the second result as its `main`.
+        """
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
         *sources, main = ask_all(functools.partial(_source, hub), [*names, self.repo])
@@ -170,8 +173,8 @@ class HubRevisions(Series):
 class Models(Series):
     """A set of models to be compared.
 
-    A repository that is not available stays in the listing: reading its files raises the reason, and the other models
-    are measured.
+    A repository that is not available stays in the listing. Reading its files raises an error that says why, and the
+    other models are measured.
 
     Args:
         models: folders, or repositories of the Hub (`NAME`, or `NAME@REVISION` for a branch).
@@ -179,7 +182,7 @@ class Models(Series):
         tokenizers: tokenizers by model, named as in `models`, for models without a tokenizer.json.
 
     Raises:
-        InputError: an empty list; on first use, the reason of the first model if no model is available.
+        InputError: `models` is empty, or, on first use, no model is available; the message says why the first is not.
     """
 
     def __init__(
@@ -280,7 +283,10 @@ def open_series(
 
 
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
-    """Return the series of a repository: one for each training that its manifest lists."""
+    """Return the series of a repository: one for each training whose grammar its manifest entry lists.
+
+    There is only one series if `grammar` chooses a training.
+    """
     known = known_facts(repo, manifest).grammar
     if grammar != "auto" or not isinstance(known, list):
         return [HubRevisions(repo, steps, grammar=grammar, manifest=manifest)]
@@ -312,8 +318,8 @@ def find_checkpoint(name: str) -> Checkpoint:
 
 
 def _member(series: Series, name: str) -> Checkpoint | None:
-    """Return the series' checkpoint with this name; None if there is none."""
+    """Return the checkpoint with this name in a series; None if there is none or the series cannot be listed."""
     try:
         return next((each for each in series.listing.checkpoints if each.name == name), None)
-    except InputError:  # not a series
+    except InputError:  # a folder or repository without steps is not a series
         return None
