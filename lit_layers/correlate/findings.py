@@ -24,7 +24,10 @@ _FEWEST_DRAWN = 5  # fewest models for an interval; resamples of fewer models mo
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A coefficient of correlation; fields that do not apply to it are None."""
+    """A correlation coefficient over models, such as Pearson r, with its 95% interval.
+
+    Fields that do not apply to the coefficient are None.
+    """
 
     name: str
     value: float
@@ -38,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Covariate:
-    """The correlation of a covariate (another column) with the metric and with the score, as R² and r."""
+    """The Pearson correlations r, and R², of a covariate (another column) with the metric and with the score."""
 
     name: str
     r2_metric: float
@@ -50,7 +53,11 @@ class Covariate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The results for a table of models. `given` names the columns that are held fixed all together."""
+    """The correlations of the metric of a table of models with its score, and warnings about them.
+
+    `corrected` has the coefficients of the metric minus its baseline. `given` names the columns that the user asked to
+    hold fixed.
+    """
 
     metric: str
     score: str
@@ -130,9 +137,10 @@ def correlate(
 def _row(
     name: str, statistic: Callable[..., Correlation], *columns: Any, options: Mapping[str, int], **facts: Any
 ) -> Row:
-    """Return a coefficient with its bootstrap interval; `facts` replace the `p`, `df` and `note` of the statistic.
+    """Return a correlation coefficient over models with its bootstrap interval.
 
-    All coefficients use the same resamples of the models.
+    `statistic` computes the coefficient from `columns`. `facts` may replace its `p` and `df` and add a `note`.
+    Coefficients over the same number of models use the same resamples.
     """
     whole, n = statistic(*columns), len(columns[0])
     low, high, note = None, None, facts.pop("note", "")
@@ -165,7 +173,11 @@ def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]
 
 
 def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
-    """Return the columns to hold fixed one by one: baseline, sizes and `given`, if they vary between models."""
+    """Return the columns that partial correlations hold fixed one by one.
+
+    These are the baseline of the metric, the sizes of the models and the columns in `given`, if they vary between
+    models.
+    """
     there = set(table.frame.columns) - {table.metric, table.score}
     names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n in there)
     differ = [name for name in names if len(set(table.values(name)[~np.isnan(table.values(name))])) > 1]
@@ -199,9 +211,12 @@ def _partials(
 
 
 def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mapping[str, int]) -> list[Row]:
-    """Return the correlation within groups, pooled over all groups, and that of each group of 3 or more models."""
+    """Return the correlation coefficients within groups of models, which have equal values in the column `group`.
+
+    The first coefficient is pooled over all groups. Each group of 3 or more models then has its own.
+    """
     labels = table.frame[group]
-    codes, title = labels.factorize()[0], table.title(group)  # -1: no group
+    codes, title = labels.factorize()[0], table.title(group)  # the code -1 means that a model has no group
     columns = [column[codes >= 0] for column in (x, y, codes)]
     try:
         within = correlation.groupwise_correlation
@@ -220,7 +235,10 @@ def _groups(table: ModelTable, x: Column, y: Column, group: str, options: Mappin
 
 
 def _r(table: ModelTable, name: str, column: Column) -> Correlation | None:
-    """Return the Pearson correlation with a covariate over the models that have it, or None if undefined."""
+    """Return the Pearson correlation of `column` with the covariate `name`, or None if it is undefined.
+
+    Only models that have the covariate are used.
+    """
     covariate = table.values(name)
     defined = ~np.isnan(covariate)
     with suppress(UndefinedError):
@@ -270,7 +288,10 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricFindings:
-    """The coefficients of one metric, the tasks that they use, and the reasons why other tasks are left out."""
+    """The correlation coefficients of one metric with the scores over the layers of one model.
+
+    `tasks` are the tasks used. `left_out` maps each other task to the reason why it is left out.
+    """
 
     metric: str
     correlations: list[correlation.LayerCorrelation]
@@ -281,7 +302,7 @@ class MetricFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFindings:
-    """The results for one model."""
+    """The results of `correlate_layers` for one model."""
 
     model: str
     step: int | None
@@ -293,7 +314,10 @@ class ModelFindings:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFindings:
-    """The results for all models; `basis` is a sentence about how directions and metrics were chosen."""
+    """The results of `correlate_layers` for all models.
+
+    `basis` is a sentence for the reader about how the rules that choose layers were found.
+    """
 
     models: list[ModelFindings]
     basis: str
@@ -302,7 +326,7 @@ class LayerFindings:
 
 
 def correlate_layers(tables: LayerTables, *, resamples: int = 2000, seed: int = 0) -> LayerFindings:
-    """Correlate each metric with the scores over the layers of each model, and evaluate choosing layers by it.
+    """Correlate each metric with the scores over the layers of each model, and evaluate how well it chooses layers.
 
     For each task, a rule chooses the layer where a metric is smallest or largest. With several models, the scores of
     the other models decide between smallest and largest, and between the metrics. With one model, all rules are
@@ -344,9 +368,10 @@ def _correlated(model: ModelTables, key: str, first: int, options: Mapping[str, 
 def _choices(
     model: ModelTables, others: Sequence[ModelTables], keys: Sequence[str], first: int, options: Mapping[str, Any]
 ) -> list[Choice]:
-    """Return the choices of layers by the smallest and the largest value of one metric, or by the best of several.
+    """Return rules that choose layers of one model, with the scores at these layers.
 
-    The best metric and direction (smallest or largest value) are those that score highest on the other models.
+    With one key, there are two rules: the layer where this metric is smallest, and the layer where it is largest. With
+    several keys, there is one rule: the metric and direction that score highest on the other models.
     """
     shared = _shared(model, keys, first)
     if shared is None:
@@ -368,7 +393,10 @@ def _choices(
 
 
 def _shared(model: ModelTables, keys: Sequence[str], first: int) -> tuple[dict[str, Column], Column] | None:
-    """Return the values of each metric and the scores for the tasks that all metrics have; None if there are none."""
+    """Return the values of each metric in `keys`, (tasks, layers), and the scores, (tasks, layers), of one model.
+
+    The tasks are those for which the model has all these metrics. Return None if there is no such task.
+    """
     if any(key not in model.metrics for key in keys):
         return None
     tasks = [task for task in model.scores.index if all(task in model.metrics[key].index for key in keys)]

@@ -30,15 +30,15 @@ from lit_layers.identity import variant_of
 from lit_layers.metrics import look_up
 
 Values = NDArray[np.float64]
-_IGNORED = ("task", "domain", "score", "states")  # tags that do not define a variant of a curve
+_IGNORED = ("task", "domain", "score", "states")  # tags that do not tell two curves of a metric apart
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTables:
-    """Scores and metrics of one model or checkpoint: tables with a row per task and a column per layer, 0 to L.
+    """Scores and metrics of one model or checkpoint, as tables with a row per task and a column per layer, 0 to L.
 
-    Each table in `metrics` contains the tasks that have the metric. `left_out` says, by metric and task,
-    why the other tasks are left out. Layer 0 may be NaN.
+    `metrics` maps each metric to the table of the tasks that have it. `left_out` gives, by metric and then by task, the
+    reason why another task is not in the table. Layer 0 may be NaN.
     """
 
     name: str
@@ -54,9 +54,9 @@ class ModelTables:
     def tables(
         self, metric: str, first_layer: int, tasks: Sequence[str] | None = None
     ) -> tuple[list[str], Values, Values]:
-        """Return tasks, their values of a metric (tasks, layers), and their scores (tasks, layers).
+        """Return the names of tasks, their values of a metric, (tasks, layers), and their scores, (tasks, layers).
 
-        By default these are all tasks that have the metric.
+        The layers start at `first_layer`. By default, all tasks that have the metric are used.
         """
         tasks = [*map(str, self.metrics[metric].index)] if tasks is None else [*tasks]
         values = [table.loc[tasks, first_layer:].to_numpy() for table in (self.metrics[metric], self.scores)]
@@ -65,7 +65,10 @@ class ModelTables:
 
 @dataclass(kw_only=True)
 class LayerTables:
-    """The tables of all models, the titles of the metrics, and the reasons why other models are left out."""
+    """The scores and metrics of all models, the titles of the metrics, and the models that are left out.
+
+    `left_out` maps each model that is left out to the reason.
+    """
 
     models: list[ModelTables] = field(default_factory=list)
     titles: dict[str, str] = field(default_factory=dict)
@@ -75,7 +78,7 @@ class LayerTables:
     common: list[str] = field(default_factory=list)  # metrics measured on the same texts for all tasks
     states: str | None = None
     source: str = ""
-    # The tags of the variant that was read, by (option, metric) and then by model.
+    # The tags of the curves that were read, by (option, metric) and then by model.
     variants: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = field(default_factory=dict)
 
 
@@ -91,16 +94,17 @@ def read_layers(
 
     Args:
         folders: Run folders, or folders that contain run folders.
-        metrics: Metrics as `NAME` or `ANALYSIS/NAME`, with `[tag=value,...]` to choose a variant. Measurements on the
-            texts of each task (`ANALYSIS/TASK`) take precedence over measurements on texts common to all tasks.
+        metrics: Metrics as `NAME` or `ANALYSIS/NAME`. If a metric has several curves, which differ in their tags,
+            choose one by `[tag=value,...]`. Measurements on the texts of each task (`ANALYSIS/TASK`) take precedence
+            over measurements on texts common to all tasks.
         scores: `mteb` for the `main_score` of the measurements `mteb/TASK`; another metric; or a file with the columns
             model, task, layer and score.
         step: The checkpoint of a series. If it is None, the last one that has both metrics and scores is read.
         with_layer_0: Whether layer 0 takes part in correlations and choices.
 
     Raises:
-        InputError: No model has a metric, a metric has several variants, or it was measured on other hidden states than
-            the scores (with or without the final norm).
+        InputError: No model has a metric, several curves of a metric remain, or a metric was measured on other hidden
+            states than the scores (with or without the final norm).
     """
     if not folders:
         raise InputError("models: expected run folders")
@@ -142,7 +146,9 @@ def _model_tables(
     step: int | None,
     num_layers: int,
 ) -> ModelTables:
-    """Return the tables of one model, and add its titles, kind of hidden states and variants to `tables`.
+    """Return the scores and metrics of one model.
+
+    The titles of the metrics, the kind of hidden states and the tags of the curves are added to `tables`.
 
     Raises:
         _LeftOutError: The model has no scores or no metrics, or has them at too few layers.
@@ -156,7 +162,7 @@ def _model_tables(
     if score_curves is None:
         raise _LeftOutError(f"no {scores.query.text}")
     depth = max(layer for curve in score_curves.by_task.values() for layer in curve)
-    if depth < num_layers:  # the last layer has no score
+    if depth < num_layers:  # leave the model out, because its last layer has no score
         raise _LeftOutError(f"scores up to layer {depth} of {num_layers}")
     if depth + 1 - first < FEWEST_LAYERS:
         raise _LeftOutError(f"{depth} layers, expected at least {FEWEST_LAYERS - (1 - first)}")
@@ -186,7 +192,13 @@ def _model_tables(
 
 
 def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int | None:
-    """Return the requested `step` after a check, or by default the last step that has both scores and metrics."""
+    """Return the step of the checkpoint to read: `step`, or if None the last one that has both scores and metrics.
+
+    `sides` are the steps at which the model has scores and those at which it has metrics.
+
+    Raises:
+        _LeftOutError: The model has no scores, no metrics, or not both at the step.
+    """
     for what, steps in zip((score, "metric asked for"), sides, strict=True):
         if not steps:
             raise _LeftOutError(f"no {what}")
@@ -202,7 +214,10 @@ def _step(sides: Sequence[set[int | None]], score: str, step: int | None) -> int
 def _metric_table(
     text: str, curves: "_Curves | None", scores: pd.DataFrame, unscored: Mapping[str, str], first: int
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return the table of a metric for the tasks that have it and scores, and why other tasks are left out."""
+    """Return the values of a metric of one model, (tasks, layers), and the tasks left out with the reasons.
+
+    The table has the tasks that have both the metric and scores at all layers from `first` on.
+    """
     by_task = {} if curves is None else curves.by_task
     per_task = {task: by_task.get(task, by_task.get("", {})) for task in scores.index}
     table = pd.DataFrame(per_task, index=scores.columns, dtype="float64").T
@@ -219,7 +234,7 @@ def _metric_table(
 
 
 def _missing(values: Any, first: int, what: str) -> str:
-    """Return a text that lists the layers without a value, or an empty string if all have one."""
+    """Return a text that lists the layers from `first` on without a value, or an empty string if all have one."""
     missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 
@@ -229,7 +244,7 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
 
 
 def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
-    """Return an error message that says why no model is left."""
+    """Return the error message for the case that every model is left out. It says why."""
     pairs = (pair for model in models for pair in model.pairs())
     there = dict.fromkeys(f"{analysis.partition('/')[0]}/{name}" for analysis, name in pairs)
     for source in sources:
@@ -243,21 +258,25 @@ def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequenc
 
 
 class _Curves(NamedTuple):
-    """The values of one metric at one checkpoint, by task and layer; the task "" is for texts shared by all tasks."""
+    """The curves of one metric over the layers of one model at one checkpoint, one curve per task.
+
+    `by_task` maps a task to its values by layer. The task "" has the values on texts that all tasks share. `states` is
+    the kind of hidden states. `variant` contains the tags that distinguish these curves from others of the metric.
+    """
 
     by_task: dict[str, dict[int, float]]
     states: str | None
     variant: Mapping[str, Any]
 
 
-# Columns of a table with one row per value at a layer. `task` is "" for values on texts that are shared by all tasks.
-# `states` (the kind of hidden states) is None if unknown.
+# Columns of `_Source.values`, which has one row per value at a layer. `task` is "" for values on texts that all tasks
+# share. `states` (the kind of hidden states) is None if unknown. `variant` has the tags that distinguish curves.
 _COLUMNS = ["model", "step", "analysis", "task", "layer", "value", "states", "variant"]
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """All values of one metric, or of the scores, for all models."""
+    """All values of one metric, or all scores, of all models at all steps and layers."""
 
     query: MetricQuery
     option: str
@@ -265,13 +284,17 @@ class _Source:
     values: Any  # a table with the columns `_COLUMNS` and dtype object
 
     def steps(self, model: str) -> set[int | None]:
-        """Return the steps at which a model has values: {None} if it has no steps, an empty set if it has no values."""
+        """Return the steps at which a model has values.
+
+        The set is empty for a model without values. It is {None} for a model that was not measured by steps.
+        """
         return {*self.values["step"][self.values["model"] == model]}
 
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
-        """Return the curves over layers at one checkpoint, or None if there are none.
+        """Return a model's curves over layers at one checkpoint, or None if there are none.
 
-        `scored` are the scores that the curves will be compared with, or None if these curves are the scores.
+        `scored` are the curves of the scores, which decide the tasks and the kind of hidden states. It is None if the
+        scores themselves are read.
         """
         text, what = self.query.text, f"{self.query.text} of {model}"
         rows = self.values[self.values["model"] == model]
@@ -304,9 +327,10 @@ def _source(query: MetricQuery, models: Sequence[RunModel], option: str) -> _Sou
 
 
 def _run_values(model: RunModel, query: MetricQuery) -> Iterable[tuple[Any, ...]]:
-    """Yield the values of a metric in a run folder.
+    """Yield a row, with the columns `_COLUMNS`, for each value of a metric in a run folder.
 
-    A query may name the tags `states` and `normalization=raw`, although records that have their default omit them.
+    Records omit the tags `states` and `normalization` if these have their defaults. A query may still name the
+    defaults.
     """
     for m in model.measurements:
         analysis, _, task = m.analysis.partition("/")

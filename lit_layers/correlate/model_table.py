@@ -61,7 +61,10 @@ class MetricQuery:
         return cls(text=text.strip(), name=name, analysis=analysis or None, tags=tags)
 
     def fits(self, tags: Mapping[str, Any]) -> bool:
-        """Return whether tags match those of the query. Numbers are compared by value: `k=0.10` matches 0.1."""
+        """Return whether the tags of a record include all tags of the query.
+
+        Numbers are compared by value: `k=0.10` matches 0.1.
+        """
         return all(name in tags and same_tag(tags[name], value) for name, value in self.tags.items())
 
 
@@ -76,7 +79,7 @@ def split(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RunModel:
-    """One model to correlate over: a training run with all its steps, or a pretrained model."""
+    """The measurements of one model: of a training run at all its steps, or of a pretrained model."""
 
     name: str
     folder: Path
@@ -87,7 +90,10 @@ class RunModel:
     has_steps: bool
 
     def select(self, step: int | None, analysis: str | None = None) -> list[Measurement]:
-        """Return the measurements at `step`, by default at the last step that has this analysis."""
+        """Return the measurements at `step` or, if it is None, at the last step that has the analysis `analysis`.
+
+        A model without steps returns all its measurements.
+        """
         if not self.has_steps:
             return self.measurements
         steps = [m.step for m in self.measurements if m.step is not None and analysis in (None, m.analysis)]
@@ -95,7 +101,7 @@ class RunModel:
         return [m for m in self.measurements if m.step == chosen and chosen is not None]
 
     def pairs(self) -> dict[tuple[str, str], None]:
-        """Return all pairs of analysis and metric, as the keys of a dict that keeps their order."""
+        """Return each (analysis, metric) that was measured, in order, as the keys of a dict."""
         return dict.fromkeys((m.analysis, r.metric) for m in self.measurements for r in m.records)
 
     def sizes(self) -> dict[str, float]:
@@ -130,7 +136,10 @@ class RunModel:
         return {name if several[end] > 1 else end: found[name] for name, end in last.items()}
 
     def scalar(self, name: str, step: int | None) -> float | None:
-        """Return the last value of a training scalar up to a step, or None if there is no value or it is NaN."""
+        """Return the last value of a scalar logged in training, up to a step if `step` is given.
+
+        Return None if there is no value or it is NaN.
+        """
         values = [row[name] for row in self.scalars if name in row and (step is None or row["step"] <= step)]
         return values[-1] if values and values[-1] == values[-1] else None
 
@@ -175,9 +184,10 @@ def _models(root: Path) -> Iterable[RunModel]:
 
 
 def candidates(measurements: Iterable[Measurement], query: MetricQuery) -> list[tuple[str, Record]]:
-    """Return the records of the metric in a query, whatever their tags, each with its analysis.
+    """Return the records of the metric that a query names, each with the name of its analysis.
 
-    A query for the analysis `probe` also matches its tasks, such as `probe/banking77`.
+    The tags of the query are ignored. A query for the analysis `probe` also matches its tasks, such as
+    `probe/banking77`. Records that are not points of a curve over layers are left out, such as those of single seeds.
     """
     return [
         (m.analysis, r)
@@ -204,14 +214,16 @@ def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
 
 
 def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: str) -> Mapping[str, Any]:
-    """Return the plainest variant: that whose tags are closest to a plain mean without normalization.
+    """Return the tags that are closest to those of a plain mean without normalization.
+
+    `variants` are the tags of the values of one metric, one of which must be chosen.
 
     Raises:
-        InputError: Several variants are equally plain.
+        InputError: Several tags are equally close.
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # as plain as `best`
+    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # tags that are as close as `best`
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))
         raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one by its tags")
@@ -219,15 +231,17 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
 
 
 def refuse_unlike(variants: Mapping[str, Mapping[str, Any]], what: str, option: str) -> None:
-    """Refuse models whose variants (tags of the metric) differ, except in `k`, which depends on the width.
+    """Raise an error if the metric has different tags in different models.
+
+    The tag `k` may differ, because it depends on the width of the model.
 
     Args:
-        variants: The tags of the variant of each model.
+        variants: Maps each model to the tags of its metric.
         what: Name of the metric, for the message.
         option: Name of the option, for the message.
 
     Raises:
-        InputError: Tags differ. The message names each variant with one model that has it.
+        InputError: Tags differ. The message lists the different tags, each with one model that has them.
     """
     alike: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for model, tags in variants.items():
@@ -242,7 +256,11 @@ def _written(tags: Mapping[str, Any]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Return `; did you mean ...?`, or a list of the names if none is similar; an empty string without names."""
+    """Return the end of an error message about an unknown word.
+
+    It is `; did you mean ...?` with similar names, or a list of the names if none is similar. It is empty if there are
+    no names.
+    """
     names = list(names)
     there = f"there is: {', '.join(names[:12])}{' ...' if len(names) > 12 else ''}"
     return f"; {did_you_mean(word, names, there)}" if names else ""
@@ -274,7 +292,7 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
     """Return a column as float64, with NaN for missing values.
 
     Raises:
-        InputError: A value is not a number. The message has `expected`, the value and its name from `names`.
+        InputError: A value is not a number. The message has `expected`, the value and the entry of `names` for its row.
     """
     values: Any = pd.to_numeric(column, errors="coerce")
     if (wrong := column.notna() & values.isna()).any():
@@ -283,7 +301,10 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
 
 
 def find_model(name: str, others: Sequence[str]) -> list[int]:
-    """Return the indices of the names in `others` that equal `name`, or else of those with its last component."""
+    """Return the indices of the names in `others` that equal `name`.
+
+    If none does, return those of the names whose last component, after the last `/`, is that of `name`.
+    """
     short = name.rstrip("/").split("/")[-1]
     whole = [index for index, other in enumerate(others) if other == name]
     return whole or [index for index, other in enumerate(others) if other.rstrip("/").split("/")[-1] == short]
@@ -297,7 +318,7 @@ LOGS = (*SIZES, "k")  # columns whose logarithms are used, because sizes differ 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTable:
-    """Models to correlate over: `frame` has a row per model with its name, metric, score and other columns.
+    """A table of models for a correlation: `frame` has a row per model with its name, metric, score and other columns.
 
     `baseline` is the column with the value that the metric has by chance (or that its width predicts). `corrected` is
     the column with the metric minus this value. Both may be None. `left_out` gives, for each model that lacks a value,
@@ -316,7 +337,7 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """Return the title of a column in figures and tables; for a column of the user it is the column's name."""
+        """Return the title of a column in figures and tables: its own name, unless the column is a known quantity."""
         known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
         return self.titles.get(column) or known.get(column, column)
 
@@ -337,7 +358,10 @@ class ModelTable:
         return np.where(np.isfinite(values), values, math.nan)
 
     def missing_notes(self, given: Sequence[str], group: str | None) -> list[str]:
-        """Return a note for each column held fixed that some models lack; they are left out where it is held fixed."""
+        """Return notes that name the models without a value in a column of `given` or in the column `group`.
+
+        Coefficients that hold this column fixed leave these models out.
+        """
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}
         return [
@@ -399,7 +423,7 @@ def table_of_models(
         source: Name of the source, for the page.
 
     Raises:
-        InputError: No model has the metric or score, or several variants of it remain.
+        InputError: No model has the metric or score, or several values with different tags remain.
     """
     query = _resolve(models, metric)
     rows, left_out, variants = [], {}, {}
@@ -430,7 +454,10 @@ def table_of_models(
 
 
 def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
-    """Find the analysis and metric of `ANALYSIS/METRIC`, or of `METRIC` if only one analysis has it."""
+    """Parse the metric or score that the user asked for, and find its analysis in the measurements.
+
+    The text is `ANALYSIS/METRIC`, or `METRIC` if only one analysis has it, and may end with `[tag=value,...]`.
+    """
     query = MetricQuery.parse(text, "metric")
     text = query.text.partition("[")[0]
     pairs = {"/".join(pair): pair for model in models for pair in model.pairs()}
@@ -446,9 +473,10 @@ def _resolve(models: Sequence[RunModel], text: str) -> MetricQuery:
 def _record(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None = None
 ) -> Record | None:
-    """Return the record of the requested layer, by default of the whole model, or else of the last layer.
+    """Return the record with the value of a metric for a model's row in the table of models.
 
-    Return None if there is no such record.
+    It is the record of the requested layer. If `layer` is None, it is the record for the whole model or, if there is
+    none, for the last layer. Return None if there is no such record.
     """
     resolved = resolve_k(query, model)
     records = [r for analysis, r in candidates(measurements, query) if analysis == query.analysis]
@@ -467,7 +495,10 @@ def _record(
 def _measured(
     model: RunModel, measurements: Sequence[Measurement], query: MetricQuery, layer: int | str | None, record: Record
 ) -> dict[str, Any]:
-    """Return the columns of a model for its metric: value, interval, tags, step, baseline and corrected value."""
+    """Return what the metric adds to a model's row in the table of models, by column.
+
+    These are its value, interval, layer, tags and step, and its baseline and corrected value if they were measured.
+    """
     name, tags, first = query.name, variant_of(record.tags), measurements[0]
     facts = {f"{name}_low": record.low, f"{name}_high": record.high, "layer": record.layer}
     facts |= {"step": first.step, "tokens": first.tokens}
@@ -478,7 +509,7 @@ def _measured(
 
 
 def _tags(models: Sequence[RunModel], query: MetricQuery) -> dict[str, dict[Any, None]]:
-    """Return the tags of a metric, each with all values that it has in some model."""
+    """Return the tags that records of a metric have in some model, each with all its values as the keys of a dict."""
     tags: dict[str, dict[Any, None]] = {}
     for analysis, record in (pair for model in models for pair in candidates(model.measurements, query)):
         for tag, value in variant_of(record.tags).items() if analysis == query.analysis else ():
@@ -499,7 +530,7 @@ def _reason(model: RunModel, query: MetricQuery, step: int | None, layer: int | 
 def _add_scores(
     rows: list[dict[str, Any]], models: Sequence[RunModel], score: str, query: MetricQuery
 ) -> tuple[str, str]:
-    """Add the score to each model's row, and return the name and title of its column.
+    """Add the score to each model's row in the table of models, and return the name and title of its column.
 
     The score of a training run is taken at the step of its metric.
     """
@@ -532,7 +563,7 @@ def _add_scores(
 
 
 def _join(rows: list[dict[str, Any]], path: Path, column: str) -> None:
-    """Add the columns of a file to the rows of the models; `find_model` matches the names."""
+    """Add the columns of the score file to the rows of the table of models. `find_model` matches the models by name."""
     table: Any = read_table(path, "score")
     _refuse_missing(column, table.columns.drop("model"), "score", path)
     if column in rows[0] or column in ("model", "metric"):
@@ -560,7 +591,10 @@ def _table(
     left_out: Mapping[str, str] | None = None,
     **facts: Any,
 ) -> ModelTable:
-    """Return the table of the models that have a metric and a score; its `left_out` names the other models."""
+    """Return the table of the models in `frame` that have both a metric and a score.
+
+    The other models are in its `left_out`, with the reasons.
+    """
     if (twice := frame["model"].duplicated()).any():
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")
     missing = dict(left_out or {})

@@ -38,7 +38,10 @@ def _write(
     frames: Mapping[str, pd.DataFrame],
     charts: Iterable[tuple[str, Chart]],
 ) -> list[Path]:
-    """Write NAME.html, NAME.json, a .csv per table, and a .png, .svg and .pdf per chart; return their paths."""
+    """Write the files of a correlation and return their paths, the page NAME.html first.
+
+    The other files are NAME.json, a .csv file per table, and a .png, .svg and .pdf file per chart.
+    """
     numbers = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     tables = {f"{each}.csv": frame for each, frame in frames.items()}
     files = records.write_files(folder, {f"{name}.html": page, f"{name}.json": numbers, **tables})
@@ -46,7 +49,7 @@ def _write(
 
 
 def number_cell(row: Row | Estimate) -> tuple[str, str]:
-    """Return a table cell with a number and its interval."""
+    """Return a number and its 95% interval as the two texts of a table cell."""
     return value(row.value), "" if row.low is None or row.high is None else f"{value(row.low)} to {value(row.high)}"
 
 
@@ -87,7 +90,10 @@ def write_models(table: ModelTable, findings: Findings, folder: Path) -> list[Pa
 
 
 def coefficient_table(table: ModelTable, findings: Findings) -> Table:
-    """Return the table of coefficients: of the metric, of the corrected metric, partial ones, and within groups."""
+    """Return the table of the correlation coefficients with the score.
+
+    It has the coefficients of the metric, of the metric minus its baseline, partial ones, and those within groups.
+    """
     partial = [row for row in findings.rows if row.name.startswith("Partial")]
     parts = {
         table.title(table.metric): [row for row in findings.rows if row not in partial],
@@ -101,7 +107,7 @@ def coefficient_table(table: ModelTable, findings: Findings) -> Table:
 
 
 def covariate_table(findings: Findings) -> Table | None:
-    """Return a table of how much other columns explain metric and score, or None if there are none."""
+    """Return a table of how much each covariate explains the metric and the score, or None without covariates."""
     if not findings.covariates:
         return None
     cells = []
@@ -172,7 +178,10 @@ def write_layers(tables: LayerTables, findings: LayerFindings, folder: Path) -> 
 
 
 def depth_charts(tables: LayerTables) -> list[Chart]:
-    """Return one chart over depth for the scores and one for each metric: means over tasks, one curve per model."""
+    """Return charts over depth, one for the scores and one for each metric.
+
+    Each chart has one curve per model, the mean over tasks.
+    """
     curves = {f"{tables.score_title}, mean over tasks": {model.name: model.scores for model in tables.models}}
     for key, title in tables.titles.items():
         curves[title] = {m.name: m.metrics[key] for m in tables.models if key in m.metrics}
@@ -183,7 +192,10 @@ def depth_charts(tables: LayerTables) -> list[Chart]:
 
 
 def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFindings) -> Scatter:
-    """Return the scatter plot of scores against a metric: one point per layer, both averaged over the same tasks."""
+    """Return the scatter plot of scores against a metric for one model, with one point per layer.
+
+    Scores and metric are averaged over the same tasks. A line connects the layers in their order.
+    """
     _, metric, scores = model.tables(one.metric, tables.first_layer)
     layers = range(tables.first_layer, model.num_layers + 1)
     means = {c.coefficient: c.estimate.value for c in one.correlations if c.form == "of_task_means"}
@@ -205,12 +217,16 @@ def _path(tables: LayerTables, one: Any, model: ModelTables, findings: ModelFind
 
 
 def heading(model: ModelFindings) -> str:
-    """Return the heading above the rows of a model."""
+    """Return the heading above the rows of a model in a table: its name, step and number of layers."""
     return f"{model.model}{f', step {model.step:,}' if model.step is not None else ''}, {model.num_layers} layers"
 
 
 def correlation_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a table with one row per model, metric and form of coefficient; notes give values of unrelated layers."""
+    """Return a table of the correlation coefficients over layers.
+
+    Each model and metric has a row for the mean of the coefficients over tasks, and a row for the coefficients of the
+    mean curves. A note for each model gives the distance correlation that unrelated curves would have.
+    """
     groups = []
     for model in findings.models:
         null, rows = model.null, []
@@ -243,7 +259,10 @@ ESTIMATES = {
 
 
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
-    """Return a table with one row per model and rule that chooses layers; rules chosen on other models are bold."""
+    """Return a table of the scores at chosen layers, with one row per model and rule that chooses layers.
+
+    The rule that scores highest on the other models is bold.
+    """
     groups = []
     for model in findings.models:
         rows = []
@@ -258,7 +277,10 @@ def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
 
 
 def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[str, str, str, str]]:
-    """Return the tasks left out, as (model, metric, tasks, reason), with one entry per reason."""
+    """Return the tasks that were left out, as (model, metric, tasks, reason).
+
+    Tasks of a model and metric that were left out for the same reason share one entry.
+    """
     return [
         (model.model, tables.titles[one.metric], ", ".join(tasks), why)
         for model in findings.models
@@ -268,7 +290,11 @@ def missing_tasks(tables: LayerTables, findings: LayerFindings) -> list[tuple[st
 
 
 def _frames(tables: LayerTables, findings: LayerFindings) -> dict[str, pd.DataFrame]:
-    """Return three tables: one row per coefficient, one row per rule, and one row per model, task and layer."""
+    """Return the tables of the .csv files by name.
+
+    `correlations` has one row per coefficient, `selection` one row per rule that chooses layers, and `curves` one row
+    per model, task and layer.
+    """
     correlations, choices, curves = [], [], []
     for model, result in zip(tables.models, findings.models, strict=True):
         key = {"model": model.name, "step": model.step}

@@ -28,7 +28,7 @@ from lit_layers.models.view import Batch, LayeredModel
 from lit_layers.tasks.probe_task import ProbeTask, hold_out
 from lit_layers.tasks.text_features import LayerFeatures, TaskReader, TextPooling, store_features, text_features
 
-# Metrics that can judge a probe, each a mean over rows. The first one is the default.
+# Metrics that can judge the probe of a layer, by kind of task. Each is a mean over rows. The first one is the default.
 METRICS: dict[str, tuple[str, ...]] = {
     "classification": ("accuracy", "log_loss"),
     "regression": ("mean_squared_error",),
@@ -40,7 +40,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over rows with its 95% interval."""
+    """The score of a probe: a mean over the rows of a split, with its 95% interval."""
 
     value: float
     low: float
@@ -49,7 +49,7 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A chosen layer, with the scores and the rule that it was chosen by."""
+    """The layer that `choose` chose, with the rule and the scores that led to it."""
 
     layer: int
     num_layers: int
@@ -58,7 +58,7 @@ class Choice:
     tolerance: float
     validation: Mapping[int, Score]  # scores of layers 0 to L on the validation rows
     baseline: float  # score on the validation rows of a prediction that ignores the input
-    shares: Mapping[int, float]  # by layer 1 to L: share of bootstrap resamples of validation rows that choose it
+    shares: Mapping[int, float]  # share of the bootstrap resamples of validation rows that choose each layer, 1 to L
     test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
     difference: Score  # test score of the chosen minus the last layer, paired over rows
     probe: Fitted  # probe of the chosen layer, fitted on train
@@ -87,7 +87,7 @@ def choose(
     Args:
         features: Returns the features of "train", "validation" or "test". It is called for "test" only after the layer
             has been chosen.
-        targets: Class indices, or values of a regression, of the rows of each part.
+        targets: Class indices of the "train", "validation" and "test" rows, or their values for a regression.
         num_classes: Number of classes, or None for a regression.
         rule: The rule that chooses a layer from the scores.
         tolerance: The tolerance of the rule.
@@ -155,7 +155,10 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Drop columns of (layers, rows) that are not finite, such as the log-loss of a class without training rows."""
+    """Return the scores, (layers, rows), without the rows whose score at a layer is not finite.
+
+    The log-loss is infinite if the row's class has no training rows.
+    """
     return rows[:, rows.isfinite().all(0)]
 
 
@@ -168,7 +171,7 @@ def _apply_rule(values: list[float], how: Any) -> int:
 
 
 def _baseline(targets: Mapping[Part, Tensor], num_classes: int | None) -> RowScores:
-    """Return the scores, on the validation rows, of a prediction that only uses the training labels."""
+    """Return the scores of the baseline on the validation rows. It ignores the input and uses only training labels."""
     train, held_out = targets["train"], targets["validation"]
     if num_classes is None:
         return RowScores((held_out - train.mean()).square())
@@ -324,7 +327,7 @@ def _image_features(
 
 
 def _image_keys(pictures: Pictures, indices: list[int], size: int) -> dict[int, str]:
-    """Return a hash of each image by its index; equal images have equal hashes."""
+    """Return a hash of the pixels of each image, by index, so that equal images stay in the same split."""
     keys = {}
     for chunk in torch.tensor(indices).split(IMAGE_BATCH):
         for index, image in zip(chunk.tolist(), eval_pixels(pictures, chunk.tolist(), size), strict=True):

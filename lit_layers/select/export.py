@@ -66,19 +66,25 @@ class ProbeHead:
 
     @classmethod
     def from_probes(cls, probes: LogisticProbes | RidgeProbes, facts: HeadFacts, row: int = 0) -> Self:
-        """Return probe number `row` of `probes`, on the CPU."""
+        """Return the probe with index `row` in a batch of fitted probes, on the CPU."""
         weight, bias, mean, scale = (getattr(probes, name)[row].detach().cpu().clone() for name in NAMES[:4])
         seen = probes.classes.cpu().clone() if isinstance(probes, LogisticProbes) else torch.empty(0, dtype=torch.int64)
         return cls(facts, weight, bias, mean, scale, seen)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Return logits, or the values of a regression, (n, dim) -> (n, outputs), in the dtype of the weights."""
+        """Return the logits, or the values of a regression, of pooled states: (n, dim) -> (n, outputs).
+
+        They have the dtype of the weights.
+        """
         device = features.device
         rows = (features.double() - self.mean.to(device)) / self.scale.to(device)
         return rows.to(self.weight.dtype) @ self.weight.to(device) + self.bias.to(device)
 
     def log_proba(self, features: Tensor) -> Tensor:
-        """Return log-probabilities of the classes, (n, dim) -> (n, classes); -inf for classes without training rows."""
+        """Return the log-probabilities of the classes from pooled states: (n, dim) -> (n, classes).
+
+        A class without training rows has -inf.
+        """
         logits = self.outputs(features)
         if len(self.seen) == 2:
             logits = torch.cat([torch.zeros_like(logits), logits], dim=-1)
@@ -86,7 +92,7 @@ class ProbeHead:
         return log_proba.index_copy(1, self.seen.to(log_proba.device), logits.log_softmax(-1))
 
     def save(self, folder: Path) -> None:
-        """Write probe.safetensors and probe.json."""
+        """Write the probe to probe.safetensors and probe.json in a folder."""
         with naming(folder / TENSORS):
             save_file({name: getattr(self, name).cpu().contiguous() for name in NAMES}, folder / TENSORS)
         (folder / TENSORS).chmod(0o644)
@@ -185,7 +191,7 @@ class LayerClassifier:
         return pooled[0].to(self.model.dtype).cpu()
 
     def _batches(self, inputs: Inputs) -> Iterator[tuple[list[int], Batch]]:
-        """Yield batches with the indices of their rows in the inputs."""
+        """Yield batches of texts or images, each with the indices of its rows in `inputs`."""
         if self.tokenizer is None:
             pixels = self._checked_pixels(inputs)
             for rows in torch.arange(len(pixels)).split(self.batch_size):
@@ -269,9 +275,10 @@ def render(
     return page.render(header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True), **about)
 
 
-# On many CPUs, MKL's products of equal weights at other addresses differ in the last bits, and blocks accumulate this.
-# The hidden states of an export may therefore differ a little from those of the source model.
-ROUNDING = 256  # tolerated difference, in eps of the dtype times the largest state
+# Largest accepted difference between the hidden states of an export and of its source model, in units of the dtype's
+# eps times the largest state. They differ a little because on many CPUs, MKL's matrix products depend in the last bits
+# on the memory addresses of the weights, and blocks accumulate this.
+ROUNDING = 256
 
 PAGE = "README.md"
 
@@ -349,7 +356,10 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """Yield a draft folder next to `folder`; it is removed at the end unless it was renamed."""
+    """Yield a new folder next to `folder` in which to write an export.
+
+    The new folder is removed at the end, unless `_publish` has renamed it to `folder`.
+    """
     draft = draft_path(folder.absolute())
     with refused(f"cannot write beside {folder}"):
         draft.mkdir(parents=True)
@@ -388,7 +398,7 @@ def _verify(draft: Path, view: LayeredModel, layer: int, batches: Iterable[Batch
 
 
 def _publish(folder: Path, draft: Path) -> None:
-    """Flush the draft to disk and rename it to `folder`, which it replaces."""
+    """Flush the complete export in `draft` to disk and rename it to `folder`, replacing an earlier export."""
     for file in draft.iterdir():
         sync(file)
     sync(draft)

@@ -1,4 +1,4 @@
-"""Files that a layer choice is written to: numbers, picture, page and exported model; and model comparisons."""
+"""Files about the layer chosen for a model (numbers, picture, page, exported model), and about several models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -137,12 +137,12 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """The layer chosen for one of several models, without the weights."""
+    """One of several models that are compared: its chosen layer and its times, without its weights."""
 
     name: str
     choice: Choice
-    seconds: Mapping[int, float]  # time from the input to each layer
-    tokens: int | None  # length of the timed text; None for an image
+    seconds: Mapping[int, float]  # computing time from the input to each layer
+    tokens: int | None  # tokens of the text that the time was measured with; None for an image
 
     @classmethod
     def from_selection(cls, selection: Selection) -> "Candidate":
@@ -155,7 +155,10 @@ class Candidate:
 
 
 def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFrame:
-    """Return a table with one row per model: its layer, scores with 95% intervals and times, or why it is left out."""
+    """Return a table with one row per model: its chosen layer, its scores with 95% intervals and its times.
+
+    The row of a model in `left_out` has only the reason why it is left out.
+    """
     rows = list[dict[str, Any]]()
     for model in models:
         choice = model.choice
@@ -172,14 +175,17 @@ def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -
 
 
 def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], task: str, folder: Path) -> list[Path]:
-    """Write models.png, .svg, .pdf and .csv, and return their paths in this order."""
+    """Write a comparison of models to models.png, .svg, .pdf and .csv, and return their paths in this order."""
     # Write the numbers first, because drawing pictures may fail.
     numbers = write_files(folder, {"models.csv": comparison_table(models, left_out)})
     return [*write_pictures([("models", chosen_layers(models, task))], folder), *numbers]
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Return a chart of test scores over time; each model has a filled mark (chosen layer) and a hollow one (last)."""
+    """Return a chart of the test score of a layer against the time to reach it.
+
+    Each model has a filled mark for its chosen layer and a hollow mark for its last layer.
+    """
     series = []
     for index, model in enumerate(models):
         choice, last = model.choice, model.choice.num_layers

@@ -182,7 +182,9 @@ def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object in each line that is not blank.
+    """Yield the JSON object in each line of a file, without blank lines.
+
+    Strings may contain a lone surrogate, which json accepts and UTF-8 cannot encode.
 
     Raises:
         InputError: A line is not a JSON object.
@@ -192,8 +194,8 @@ def json_objects(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = dict(**json.loads(line))  # json accepts a lone surrogate
-            except (ValueError, TypeError) as error:  # bytes that are not UTF-8 also raise a ValueError
+                row = dict(**json.loads(line))  # raises a TypeError for a JSON value that is not an object
+            except (ValueError, TypeError) as error:  # a ValueError means bad JSON, or bytes that are not UTF-8
                 raise InputError(f"{path}, line {lineno}: expected a JSON object ({error})") from error
             yield row
 
