@@ -20,17 +20,17 @@ RETRIES = 3  # times that a task is repeated if its worker is lost
 # Environment variables that workers get from this process; secrets are not among them.
 FORWARDED = r"HF_(?!.*TOKEN)|LIT_LAYERS_|OMP_NUM_THREADS|TOKENIZERS_"
 
-# What a worker knows of the process that sent its task: import path, versions of the code, number of threads.
+# What a worker is sent about the calling process: import path, versions of the code, number of threads.
 _Sender = tuple[Sequence[str], Mapping[str, str], int]
 
 
 def on_ray(
     task: Callable[..., Any], calls: Mapping[str, Sequence[Any]], device: str, progress: Callable[[int, int, str], None]
 ) -> Iterator[tuple[str, Any]]:
-    """Run `task(name, *arguments)` on Ray for each entry of `calls`, and yield each name with the result.
+    """Run `task(name, *arguments)` on Ray for each entry of `calls` (name -> arguments).
 
-    Results are yielded in the order in which the tasks finish. If a task raises an InputError, the error is yielded
-    instead of a result.
+    Yields each name with its result, in the order in which the tasks finish. If a task raises an InputError, the error
+    is yielded instead of a result.
 
     Raises:
         InputError: if Ray or its cluster is missing, or a machine has other versions of the code.
@@ -57,7 +57,7 @@ def on_ray(
 def _reply(ray: Any, task: Any) -> Any:
     try:
         reply, code = ray.get(task)
-    except ray.exceptions.RayTaskError:  # an error in our code, which would occur again
+    except ray.exceptions.RayTaskError:  # the task itself raised it, so that it would occur again on any worker
         raise
     except ray.exceptions.RayError as error:
         why = f"{RETRIES + 1} workers were lost that measured it; it may need more memory than they have"
@@ -67,9 +67,9 @@ def _reply(ray: Any, task: Any) -> Any:
 
 
 def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any, Mapping[str, str]]:
-    """Run a pickled task in a worker; return its result (or InputError) and the versions of the worker's code.
+    """Run a pickled task in a Ray worker; return its result (or InputError) and the versions of the worker's code.
 
-    If the code of the worker has other versions than that of the sender, the task does not run.
+    If these versions differ from those of the calling process (`sender`), the task does not run.
     """
     path, code, threads = sender
     sys.path += [each for each in path if each not in sys.path]  # at the end, so that modules of --code hide no others
@@ -133,10 +133,10 @@ def _largest(ray: Any, resource: str) -> float:
 
 
 def _resources(ray: Any, device: str) -> dict[str, int]:
-    """Return the resources that a task requests from Ray.
+    """Return the resources that each task requests from Ray.
 
-    They are a GPU and a CPU if `device` allows a GPU and the cluster has one, otherwise as many CPUs as this process
-    has threads.
+    If `device` allows a GPU and the cluster has one, a task requests one GPU and one CPU. Otherwise it requests as many
+    CPUs as this process has threads, and no more than the largest machine has.
     """
     if device == "cuda" and not _largest(ray, "GPU"):
         raise InputError("device: cuda was asked for and no machine of the Ray cluster has a GPU: use cpu or auto")

@@ -37,17 +37,18 @@ from lit_layers.series.checkpoint_sources import Memory, ask_all
 
 logger = logging.getLogger(__name__)
 Analyses = Sequence[Analysis] | Callable[[Checkpoint], Sequence[Analysis]]
-Progress = Callable[[int, int, str], None]  # number done, total, and name of the next checkpoint or analysis
+# Is called with the number of checkpoints (or analyses) that are done, their total, and the name of the next one.
+Progress = Callable[[int, int, str], None]
 DEFAULTS = MeasuringOptions()
-UNAUDITED = "unaudited"  # verdict on a single model, as there are no other checkpoints to compare it with
+UNAUDITED = "unaudited"  # verdict on a single model, because there are no other checkpoints to compare it with
 
 
 def silent(*_: Any) -> None:
-    """Ignore the arguments: a `progress` callback that shows nothing."""
+    """Do nothing. This is the `progress` callback if the caller gives none."""
 
 
 def device_of(name: Device) -> torch.device:
-    """Return the device that an option names.
+    """Return the device that the option `device` names; "auto" names a GPU if there is one.
 
     Raises:
         InputError: if the option names a GPU and torch finds none.
@@ -124,7 +125,7 @@ def analyze_series(
             fit are reported in `failures` instead.
     """
     options, root = replace(options, **changed), root_folder(root)
-    # On Ray, each worker chooses its own device.
+    # With Ray, no model runs in this process, so "cpu" is only a placeholder: each worker chooses its own device.
     device = device_of("cpu" if options.engine == "ray" else options.device)
     work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
     work.choose(analyses)
@@ -140,7 +141,7 @@ def analyze_series(
 
 
 def to_dtype(analyses: Sequence[Analysis], options: MeasuringOptions) -> Sequence[Analysis]:
-    """Return the analyses; if the options request bfloat16, return analyses that run the model in bfloat16."""
+    """Return the same analyses, or if the options request bfloat16, analyses that run the model in bfloat16."""
     return [to_bfloat16(each) for each in analyses] if options.dtype == "bfloat16" else analyses
 
 
@@ -161,14 +162,15 @@ class _Measuring:
     analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by name of the checkpoint
     verdicts: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint
     unmeasured: dict[str, str] = field(default_factory=dict)  # name of a checkpoint that cannot be measured -> reason
-    fitting: set[int] = field(default_factory=set)  # ids of lists of analyses that fit a model of this series
+    fitting: set[int] = field(default_factory=set)  # `id` of each list of analyses that was found to fit a model
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
     result: SeriesResult = field(default_factory=lambda: SeriesResult(Audit("", 0, ())))
 
     def choose(self, analyses: Analyses) -> None:
-        """Check the analyses as far as possible before a model is opened or downloaded.
+        """Check the analyses as far as possible before a model is opened or downloaded, and store them by checkpoint.
 
-        If each checkpoint has its own analyses, checkpoints whose analyses are refused are left out.
+        If `analyses` is a function that makes the analyses of one checkpoint, a checkpoint is left out if its analyses
+        are refused.
         """
         if not callable(analyses):
             self._refuse(analyses := to_dtype(analyses, self.options))
@@ -218,7 +220,7 @@ class _Measuring:
         return [one for one in listed if one not in suspects]
 
     def _unlisted(self) -> dict[str, str]:
-        """Return by name the checkpoints whose files cannot be listed, each with the reason.
+        """Return a dict from the name of each checkpoint whose files cannot be listed to the reason.
 
         These checkpoints are left out, and the others are measured.
         """
@@ -233,7 +235,7 @@ class _Measuring:
         return {name: why for each in ask_all(unlisted, self.series.checkpoints) for name, why in each.items()}
 
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Audit the series, and correct the verdicts in the measurements of these checkpoints."""
+        """Audit the series, and update the audit's verdicts in earlier measurements of these checkpoints."""
         self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self._memory)
         listed = self.series.listing.checkpoints
         # A suspicion is withdrawn only if every step of the series was audited.
@@ -248,9 +250,9 @@ class _Measuring:
         return self.series.memory or Memory(self.root)
 
     def _due(self, checkpoints: Sequence[Checkpoint]) -> dict[str, tuple[Checkpoint, Sequence[Analysis]]]:
-        """Return by name the checkpoints that lack an analysis for their current weight files, and these analyses.
+        """Return the checkpoints that must be measured, by name, each with the analyses that must run.
 
-        No model is loaded for this.
+        An analysis must run if it has no measurement for the current weight files. No model is loaded to find this out.
         """
         due = {one.name: (one, lacking) for one in checkpoints if (lacking := self._lacking(one))}
         for run in dict.fromkeys(self.earlier.run_of(one) for one, _ in due.values() if one.step is not None):
@@ -259,13 +261,13 @@ class _Measuring:
 
     def _lacking(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
-        if self.series.is_single:  # all may be lacking: only the hash of the loaded weights will tell
+        if self.series.is_single:  # which of them are done is only known once the model is loaded and hashed
             return analyses
         facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)
 
     def visits(self, audited: Sequence[Checkpoint]) -> Iterator[Visit]:
-        """Yield a visit for each checkpoint that lacks an analysis. Meanwhile, the next checkpoint is prefetched."""
+        """Yield a visit for each checkpoint that must be measured. During a visit, the next checkpoint is fetched."""
         due, is_single = self._due(audited), self.series.is_single
         checkpoints = [checkpoint for checkpoint, _ in due.values()]
         for i, (checkpoint, fetched) in enumerate(prefetch(checkpoints), start=len(audited) - len(due)):
@@ -278,7 +280,7 @@ class _Measuring:
 
     def _release(self) -> None:
         if self.options.offload is not None:
-            gc.collect()  # free the model, which accelerate's hooks reference and which references them
+            gc.collect()  # free the model, which is in a reference cycle with accelerate's hooks
 
     def _visit(self, checkpoint: Checkpoint, fetched: "Future[Path]", analyses: Sequence[Analysis]) -> Visit:
         return Visit(
@@ -296,11 +298,11 @@ class _Measuring:
 
     @contextlib.contextmanager
     def _opened(self, checkpoint: Checkpoint, fetched: "Future[Path]") -> Iterator[Opened]:
-        """Hold a checkpoint in memory, on the device or with its blocks on disk.
+        """Load a checkpoint, and keep it open inside the context: on the device, or with its blocks on disk.
 
         Raises:
             InputError: if the checkpoint cannot be fetched or loaded, or does not fit into memory.
-            DoesNotFit: if an analysis does not fit it.
+            DoesNotFit: if an analysis does not fit the model.
         """
         try:
             try:
@@ -323,7 +325,7 @@ class _Measuring:
                 checkpoint.source.drop()
 
     def _check(self, view: LayeredModel, analyses: Sequence[Analysis]) -> None:
-        """Check that the analyses fit the model, before any number is computed."""
+        """Refuse analyses that do not fit the model, before any number is computed."""
         if id(analyses) in self.fitting:
             return
         try:
@@ -334,7 +336,7 @@ class _Measuring:
         self.fitting.add(id(analyses))
 
     def _provenance(self, checkpoint: Checkpoint, weights: str) -> dict[str, Any]:
-        """Return the origin of a checkpoint and the audit's verdict on it."""
+        """Return facts for the provenance of a checkpoint's measurements: its origin and the audit's verdict on it."""
         source = checkpoint.provenance() | ({"offloaded": True} if self.options.offload else {})
         if self.series.is_single:
             self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
@@ -357,7 +359,7 @@ class _Measuring:
             yield from map(self.earlier.store.add, reply)
 
     def measure_one(self, name: str, analyses: Sequence[str]) -> list[Measurement]:
-        """Measure one checkpoint in a Ray worker, which writes nothing."""
+        """Measure one checkpoint in a Ray worker. The measurements are stored by the calling process, not here."""
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
         chosen = [one for one in self.analyses[name] if one.name in analyses]
@@ -365,7 +367,7 @@ class _Measuring:
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def on_error(self, visit: Visit, why: InputError) -> None:
-        """Record why a checkpoint cannot be measured; raise the error if the others cannot be measured either."""
+        """Add the error of a checkpoint to `failures`; raise it if no other checkpoint could be measured either."""
         fits_none = isinstance(why, DoesNotFit) and not self.fitting and len({*map(id, self.analyses.values())}) == 1
         if self.series.is_single or is_full(why) or fits_none:
             raise why from why.__cause__
@@ -373,10 +375,10 @@ class _Measuring:
         self.result.failures.append(_prefixed(visit.name, why))
 
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
-        """Complete the result and return it.
+        """Complete the result of `analyze_series` and return it.
 
-        The series is audited again with the weights that were downloaded meanwhile, and the measurements that existed
-        before are counted.
+        If the first audit read only the listings of the files, the series is audited again after measuring, because
+        weights may have been downloaded. Measurements that existed before this call are counted.
         """
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)

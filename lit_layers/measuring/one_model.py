@@ -1,4 +1,7 @@
-"""The loop over missing measurements, and all analyses of one model in a shared forward pass, on one or more ranks."""
+"""Run the analyses of which a checkpoint has no measurement yet, on one or more ranks.
+
+Analyses that read the same batches share the forward passes of the model.
+"""
 
 import contextlib
 import functools
@@ -65,10 +68,10 @@ def measure(
 
 
 def refuse_same_names(analyses: Iterable[Analysis]) -> None:
-    """Check that no two analyses have the same name, under which their measurements are stored.
+    """Refuse two analyses of the same name, because measurements are stored under the name of their analysis.
 
     Raises:
-        InputError: if two have the same name. The message states it.
+        InputError: if two analyses have the same name. The message contains the name.
     """
     names = sorted(analysis.name for analysis in analyses)
     if double := next((name for name, following in itertools.pairwise(names) if name == following), None):
@@ -102,7 +105,9 @@ class Visit:
 
 
 def not_done(store: Store, run: str, step: int | None, analyses: Sequence[Analysis], **facts: Any) -> list[Analysis]:
-    """Return the analyses that have no measurement of a step in the store with the same options, data and `facts`.
+    """Return the analyses that must still measure a step of a run.
+
+    An analysis is done if the store holds its measurement of that step with the same options, data and `facts`.
 
     Args:
         facts: known facts about the weights, such as their hash.
@@ -118,16 +123,16 @@ def measure_unless_done(
     on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """For one checkpoint after the other, run the analyses that have no measurement in the store.
+    """For each checkpoint in turn, run the analyses that have no measurement of it in the store.
 
-    Each measurement is yielded once it is stored. Both training and `analyze` run this loop, in one process, on several
+    Each measurement is yielded once it is stored. Both training and `analyze` run this loop: in one process, on several
     ranks (only the first rank yields) or in a Ray worker.
 
     Args:
         visits: the checkpoints.
         store: the store of measurements.
-        ranks: the processes that measure together. With None, it is only this one.
-        on_start: is called before each analysis starts.
+        ranks: the processes that measure together; None if only this process measures.
+        on_start: is called with the checkpoint and the analysis before each analysis starts.
         on_error: receives the error of a checkpoint that cannot be measured. The loop then continues. By default, the
             error is raised.
     """
@@ -140,7 +145,7 @@ def measure_unless_done(
                 for outcome in outcomes(opened.model, due, ranks, begin, weights_hash=weights):
                     about = {"run": visit.run, "step": visit.step, "tokens": visit.tokens}
                     measurement = outcome.measurement(**about, provenance=opened.provenance)
-                    del outcome  # free the model, which an exception in it would keep in memory
+                    del outcome  # an exception stored in it refers to the model and would keep it in memory
                     took = f"{measurement.seconds:.1f} s, {len(measurement.records)} records"
                     logger.info("%s at step %s: %s", measurement.analysis, visit.step, measurement.error or took)
                     yield store.add(measurement)
@@ -154,21 +159,24 @@ def measure_unless_done(
 
 @dataclass
 class Outcome:
-    """The result of an analysis on an undisturbed model, or the reason why it failed."""
+    """The result of an analysis of one model, or the error with which the analysis failed."""
 
-    analysis: Analysis  # once it is prepared, with the options of its preset
+    analysis: Analysis  # `_prepare` replaces it by the analysis with the options of its preset
     records: list[Record] = field(default_factory=list)
     error: str | None = None
-    failure: Exception | None = None  # the exception behind `error`, only on the rank that raised it
+    failure: Exception | None = None  # the exception that `error` describes; None on ranks that did not raise it
     seconds: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
-    # Argument of the analysis's `compute` -> index of the call of `update` -> the values that this call returned.
+    # For each argument of the analysis's `compute`: index of a call of `update` -> values that this call returned.
     values: dict[str, dict[int, Values]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def attempt(self, view: LayeredModel) -> Iterator[None]:
-        """Record the time of the code inside the context, and its failure. It must leave the model unchanged."""
+        """Record the time that the code inside the context takes, and its exception if it raises one.
+
+        The code must not change the model; if it does, this is recorded as a `DisturbedError`.
+        """
         started = time.perf_counter()
         try:
             with undisturbed(view.model):
@@ -196,7 +204,7 @@ def outcomes(
     *,
     weights_hash: str | None = None,
 ) -> Iterator[Outcome]:
-    """Yield the outcome of each analysis, on the first rank, once the model has run on all rows of the analysis.
+    """Run analyses on a model, and yield the outcome of each on the first rank.
 
     Each rank runs the model on a share of the microbatches, then a share of the analysis's jobs (independent parts of
     the computation, such as one per layer). No collective operation runs inside an analysis, so a failing analysis
@@ -226,7 +234,7 @@ def outcomes(
 
 
 class _Views:
-    """A model in each of the precisions that analyses request. The copy for a precision is created only once."""
+    """Layered views of a model in the precisions that analyses request. Each copy is created at its first use."""
 
     def __init__(self, model: nn.Module | LayeredModel) -> None:
         self.own = model if isinstance(model, LayeredModel) else LayeredModel(model)
@@ -256,7 +264,7 @@ def _prepare(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -
 
 @dataclass
 class _Reader:
-    """An analysis and the rows it reads for one argument of its `compute`."""
+    """An analysis, and the rows of data (texts or images) that it reads for one argument of its `compute`."""
 
     outcome: Outcome
     argument: str
@@ -264,10 +272,10 @@ class _Reader:
     num_updates: int = 0
 
     def due(self, ranks: OneProcess | Ranks, number: int, first: int, count: int) -> list[tuple[int, int, int]]:
-        """Return index, first row and end of each call of `update` that this rank must make in a microbatch.
+        """Return the calls of `update` that this rank must make in a microbatch, each as (index, first row, end).
 
         Ranks take turns by microbatch. An analysis that limits the rows of an update (`at_once`) is costly, so ranks
-        take turns by update instead.
+        take turns by call of `update` instead.
 
         Args:
             number: index of the microbatch.
@@ -304,14 +312,14 @@ class _Group:
                 ]
                 self._show(views, batch, count, due)
                 first += count
-        except Exception as failure:  # from loading the data
+        except Exception as failure:  # the data could not be loaded, so every analysis of the group fails
             for reader in self.readers:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Run the model on a microbatch, and give each analysis a copy of the states.
+        """Run the model on a microbatch, and make the calls of `update` in `due`, each on a copy of the states.
 
-        After an analysis that changed the model, the model runs again for the remaining analyses.
+        If an analysis changes the model, the model runs again for the remaining analyses.
         """
         seen: Trajectory | None = None
         for position, (reader, i, start, stop) in enumerate(due):
@@ -338,7 +346,8 @@ class _Group:
 def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajectory | None:
     """Run the model on a microbatch for several analyses.
 
-    Each analysis is charged an equal share of the time. If the run fails, all of them record the failure.
+    An equal share of the time is added to the seconds of each analysis. If the forward pass fails, all of them record
+    the exception.
     """
     shared, seen = Outcome(sharing[0].analysis), None
     with shared.attempt(view):
@@ -382,9 +391,9 @@ def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset:
 
 
 def _joined(analysis: Analysis, by_rank: list[dict[int, Values]]) -> Values:
-    """Join the values that all calls of `update` returned, on any rank, in the order of the data.
+    """Join the values that the calls of `update` returned on all ranks.
 
-    With this order, numbers do not depend on the number of ranks.
+    They are joined in the order of the data, so that numbers do not depend on the number of ranks.
     """
     updates = {i: values for each in by_rank for i, values in each.items()}
     if not updates:
@@ -397,8 +406,8 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
     for outcome in due:
         for argument, rows in outcome.rows.items() if outcome.error is None else ():
             try:
-                key = _key(rows.batches), id(views[rows.precision])  # `id`, as float32 may be the own precision
-            except Exception as failure:  # from loading the data
+                key = _key(rows.batches), id(views[rows.precision])  # "own" and "float32" may be one view
+            except Exception as failure:  # the data could not be loaded
                 outcome.error, outcome.failure = kind_and_words(failure), failure
                 break
             group = groups.setdefault(key, _Group(rows.batches, rows.precision))
@@ -407,10 +416,10 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
 
 
 def _key(batches: Iterable[Batch]) -> tuple:
-    """Return a key that is equal for batches of equal content.
+    """Return a key that is equal for equal batches, so that analyses which read equal batches share forward passes.
 
-    For classes of this package, the key contains their `content_hash`. Other classes are not trusted to identify their
-    content, so their batches are hashed in full.
+    If the class of `batches` belongs to this package, the key contains its `content_hash`. Other classes may compute
+    it wrongly, so their batches are hashed in full.
     """
     if isinstance(batches, Batches) and type(batches).__module__.startswith("lit_layers."):
         return type(batches).__name__, batches.content_hash(), getattr(batches, "batch_size", None)
@@ -425,9 +434,9 @@ def _key(batches: Iterable[Batch]) -> tuple:
 def microbatches(
     model: LayeredModel, batches: Iterable[Batch], limit: int | None = None
 ) -> Iterator[tuple[Batch, int]]:
-    """Yield microbatches, each with its number of rows.
+    """Split batches into microbatches, and yield each with its number of rows.
 
-    They are as large as `STATE_BYTES` allows. Their size does not depend on the values or on free memory.
+    A microbatch is as large as `STATE_BYTES` allows. Its size does not depend on the values or on free memory.
 
     Args:
         limit: number of rows after which to stop; None yields all rows.
@@ -447,7 +456,7 @@ def microbatches(
 
 
 def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
-    """Return the bytes of one row's states at all layers."""
+    """Return the bytes of the states of one text or image at all layers; `column` holds the inputs."""
     tokens = column.shape[1]
     if model.family.sees_images:
         tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens
@@ -456,7 +465,10 @@ def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
 
 
 def _slice(batch: Batch, chosen: slice, count: int) -> Batch:
-    """Return the chosen rows of a batch of `count` rows; entries that are not tensors of `count` rows do not change."""
+    """Return the rows `chosen` of a batch of `count` rows.
+
+    Entries of the batch that are not tensors of `count` rows stay as they are.
+    """
     rows = {name for name, values in batch.items() if isinstance(values, torch.Tensor) and values.shape[:1] == (count,)}
     return {name: values[chosen] if name in rows else values for name, values in batch.items()}
 

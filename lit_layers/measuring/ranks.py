@@ -16,7 +16,7 @@ Outcome = tuple[str | None, Any]  # error (None if there is none), value
 
 
 class OneProcess:
-    """A stand-in for `Ranks` if only one process measures."""
+    """The same interface as `Ranks`, for a single process."""
 
     rank, size = 0, 1
 
@@ -32,8 +32,8 @@ class OneProcess:
 def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "OneProcess | Ranks":
     """Return the processes of a run. Each of them must call this function.
 
-    They communicate in a process group of their own on the CPU, because results are Python objects and the collective
-    operations of training must not be disturbed.
+    They communicate in a separate process group on the CPU, because results are Python objects, and because the
+    collective operations of training must not be disturbed.
 
     Raises:
         InputError: if not all processes call within `timeout`.
@@ -41,7 +41,9 @@ def ranks_of(world_size: int, *, timeout: datetime.timedelta = _TIMEOUT) -> "One
     if world_size == 1:
         return OneProcess()
     try:
-        if timeout < _TIMEOUT:  # fails unless all call; the group stays open, as others may join later
+        # Creating a group fails if not all processes do so in time. This group is not destroyed, because the missing
+        # processes may still join it later.
+        if timeout < _TIMEOUT:
             distributed.new_group(backend="gloo", timeout=timeout)
     except RuntimeError as error:
         raise InputError(

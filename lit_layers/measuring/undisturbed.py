@@ -164,7 +164,8 @@ def default_numerics(device: torch.device) -> Iterator[None]:
 def full_float32_precision() -> Iterator[None]:
     """Inside the context, compute float32 products without TF32 or bfloat16.
 
-    Torch has an older and a newer interface for this. It does not matter which one has enabled them.
+    Torch has an older and a newer interface for this setting. This function works whichever of them the caller has
+    used.
     """
     mkldnn: Any = torch.backends.mkldnn
     cuda: Any = torch.backends.cuda
