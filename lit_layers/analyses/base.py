@@ -25,7 +25,7 @@ from lit_layers.records import Record
 
 Dtype = Literal["float32", "bfloat16"]
 NUM_CHECKED = 16  # how many prompts, texts or rows are also measured in float32 if blocks multiply in bfloat16
-Key = tuple[str | float | None, ...]  # a key of `Values`: the name of a metric, then what tells its variants apart
+Key = tuple[str | float | None, ...]  # a key of `Values`: the name of a metric, then e.g. its normalization
 
 
 Precision = Literal["float32", "own", "bfloat16"]
@@ -272,7 +272,7 @@ class Analysis(ABC):
 
 
 def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
-    """Stack each layer's values to tensors (layers + 1, ..., prompts), by key."""
+    """Stack the values (..., prompts) that all layers have under a key to one tensor (layers + 1, ..., prompts)."""
     return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 
@@ -320,8 +320,8 @@ def _tokenizer_hash(path: str) -> str:
 def describe(value: Any, *, in_data: bool = False) -> Any:
     """Return `value` as plain JSON data.
 
-    An object becomes its class path and public fields. An array becomes a hash, except inside data, which `data_hash`
-    covers.
+    An object becomes its class path and public fields. An array becomes a hash of its values. Inside data (an object
+    with a `content_hash`), the values of arrays are left out, because `Analysis.data_hash` covers them.
     """
     nested = functools.partial(describe, in_data=in_data or hasattr(value, "content_hash"))
     value = value.item() if isinstance(value, np.generic) else value

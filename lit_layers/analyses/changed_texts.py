@@ -126,7 +126,10 @@ class Invariance(Analysis):
         return self._encode(self.max_tokens).tokenizer_hash
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the views; nothing if their vectors are too large to send between ranks."""
+        """Return the views to read.
+
+        If their vectors are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        """
         is_large = vector_bytes(model, len(self.texts.texts()) * self.num_views) > MAX_SENT
         return {} if is_large else {"views": Rows(length_batches(self._encoded_for(model)))}
 
@@ -184,7 +187,11 @@ class Invariance(Analysis):
     def _records(
         self, by_layer: dict[int, dict[str, list[float]]], num_layers: int, n: int, num_cut: int
     ) -> Iterator[Record]:
-        """Yield the records from the values of the measured layers, by layer index."""
+        """Yield all records.
+
+        `by_layer` maps the index of each measured layer to a list per metric: the value of all prompts, then the
+        values of random halves.
+        """
         views = self.views
         num_texts = len(views.texts[0])
         missing = missing_tag("", num_texts - n)
@@ -196,7 +203,7 @@ class Invariance(Analysis):
             chance = math.log(size if self.form == "cross" else 2 * size - 1)
             yield Record(metric=metric, value=chance, n=size, tags=self._tags(metric) | missing)
 
-        values: dict[str, Tensor] = {}  # (layers + 1, 1 + halves): of all prompts, then of random halves
+        values: dict[str, Tensor] = {}  # (layers + 1, 1 + halves): column 0 is of all prompts
         for key, columns in next(iter(by_layer.values())).items():
             values[key] = torch.full((num_layers, len(columns)), math.nan, dtype=torch.float64)
             for layer, layer_values in by_layer.items():
@@ -240,7 +247,8 @@ class Invariance(Analysis):
             options += of_kind.get(kind, [])
         tags: dict[str, Any] = {}
         for option, value in self.tags_of("preset", *options).items():
-            tags[option.removeprefix("num_")] = value  # tags that begin with num_ are counts, not variants
+            # Remove `num_` from the name, because a tag that begins with it would be read as a count.
+            tags[option.removeprefix("num_")] = value
         return tags
 
 

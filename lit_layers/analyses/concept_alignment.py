@@ -101,7 +101,7 @@ def _distinct_pairs(states: Tensor, category: Category) -> Tensor:
 def _alignment_records(
     alignment: geometry.ConceptAlignment, row: int, layer: int, num_pairs: int, tags: TagDict
 ) -> Iterator[Record]:
-    """Yield the records of one layer and category, without undefined values."""
+    """Yield the records of one layer and category; an undefined value has no record."""
     mean = alignment.mean[row]
     if mean.isfinite():
         yield from summarize("concept_alignment", mean + 2 * (alignment.by_pair[row] - mean), layer=layer, tags=tags)

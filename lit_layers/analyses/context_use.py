@@ -45,7 +45,10 @@ Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
 
 
 def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
-    """Return scores (heads, prompts) by name and block, and the scores of uniform attention on the same tokens."""
+    """Return scores (heads, prompts), keyed by the name of the score and the block.
+
+    The names that begin with `random_` are scores of uniform attention on the same tokens.
+    """
     found, reason = defaultdict[Key, list[Tensor]](list), ""
     for layer in range(1, seen.num_layers + 1):
         try:
@@ -54,7 +57,7 @@ def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Sco
             reason = reason or str(error)
             continue
         for prompt, length in enumerate(seen.mask.sum(-1).tolist()):
-            weights = attention.pattern(prompt)[:, :length, :length]  # real tokens come before padding
+            weights = attention.pattern(prompt)[:, :length, :length]  # cut off the padding
             for (kind, each), score in itertools.product((("", weights), ("random_", _uniform(weights))), scores):
                 ids = {"input_ids": batch["input_ids"][prompt]} if score is prefix_matching_score else {}
                 found[kind + score.__name__, layer].append(score(each, undefined="nan", **ids).cpu())
@@ -67,7 +70,9 @@ def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Sco
 def _head_records(
     model: LayeredModel, values: Values, scores: Sequence[Score], heads: bool, tags: Tags
 ) -> Iterator[Record]:
-    """Yield the mean over heads and the best head, of each block and of the model; with `heads`, also each head.
+    """Yield records of each block and of the model: the mean over heads, and the score of the best head.
+
+    If `heads` is True, each head of a block also has a record.
 
     Records of the whole model have no `layer`. The best head is the one with the highest mean over prompts.
     """
@@ -275,7 +280,10 @@ class NgramAgreement(Analysis):
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
     def _prompt_values(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
-        """Return the mean over tokens (layers + 1,) by metric and order, and the number of undefined tokens."""
+        """Return the values of one prompt, keyed by metric and order of the n-grams.
+
+        They are the mean over its measured tokens (layers + 1,), and the number of tokens without a value.
+        """
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}
         for order, table in self._tables.items():

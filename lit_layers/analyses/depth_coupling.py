@@ -242,7 +242,10 @@ def _append(rows: dict[str, list[Tensor]], values: dict[str, Tensor]) -> None:
 
 
 def _pair_samples(by_name: dict[Any, Tensor], i: int, tags: Tags, tokens: int) -> Iterator[Sample | Record]:
-    """Yield the samples of the `i`-th number of directions: values of pairs of blocks, and their means per prompt."""
+    """Yield the samples for the `i`-th number K of directions.
+
+    They are the coupling of each pair of blocks, and its means over pairs of blocks within each prompt.
+    """
     pairs = 1 - by_name["miscoupling"][:, i].movedim(-1, 0)  # (prompts, blocks, blocks)
     random = by_name["random"][:, i].T  # (prompts, blocks)
     excess = functional.excess_coupling(1 - pairs, random)
@@ -283,13 +286,20 @@ def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> It
 
 
 def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags: Tags, tokens: int) -> Sample:
-    """Return the sample of `means` (prompts,), NaN for a prompt with a NaN in `members` (prompts, pairs or blocks)."""
+    """Return the sample of `means` (prompts,), each a mean over pairs of blocks or over blocks.
+
+    `members` (prompts, pairs or blocks) are the averaged values. If one of a prompt's is NaN, the mean of this prompt
+    is undefined.
+    """
     nans = members.isnan()
     return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})
 
 
 def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **kw: Any) -> Sample:
-    """Return the mean over each prompt's defined tokens as a sample over prompts."""
+    """Return the sample of each prompt's mean over its measured tokens, without undefined ones.
+
+    `values` (prompts x tokens,) holds the `tokens` values of the first prompt, then those of the second, and so on.
+    """
     values = values.unflatten(0, (-1, tokens))
     counts = missing_tag("tokens", values.isnan()) if tokens > 1 else {}
     return Sample(metric, values.nanmean(1), tags={**(tags or {}), **counts}, **kw)

@@ -98,7 +98,10 @@ class JacobianLens(Analysis):
             lens = lens.to(model.device, torch.promote_types(model.dtype, torch.float32))
 
         def prompt_values(prompt: Batch) -> Tensor:
-            """Return sums of divergence and log rank and the number of tokens, (layers, 3); zeros if too short."""
+            """Return the sums of divergence and log rank over a prompt's tokens, and the number of tokens, (layers, 3).
+
+            All are zero if the prompt is too short.
+            """
             if not is_long(prompt, self.skip_first):
                 return torch.zeros(model.num_layers, 3, dtype=torch.float64)
             trajectory = model.trajectory(prompt)

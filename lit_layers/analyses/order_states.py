@@ -61,7 +61,10 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return each variant, its steps up to the end of the middle, and the layer after which the last blocks run."""
+        """Return the variants to measure: each with the schedule of its blocks before the last ones, and a layer.
+
+        The state at this layer is what the last blocks receive in the full model.
+        """
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []
         for variant in chosen:
@@ -82,7 +85,7 @@ class OrderStates(Analysis):
         return {"against": values[..., mask.any(-1).cpu()]}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        against = batches["against"]  # (2, orders, prompts)
+        against = batches["against"]  # (2, orders, prompts): cosine and ratio of norms
         chosen = enumerate(variant for variant, _, _ in self._orders(model))
         for _, group in groupby(chosen, key=lambda item: (item[1].name, item[1].middle, item[1].loops)):
             members = dict(group)
@@ -96,9 +99,9 @@ class OrderStates(Analysis):
 
 
 def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
-    """Return cosine and ratio of norms (2, batch), averaged over the tokens in the mask (batch, tokens).
+    """Return cosine and ratio of norms (2, batch) of states and those of the full model (`usual`), of each prompt.
 
-    One undefined token makes the mean NaN.
+    Both are averaged over the tokens in the mask (batch, tokens). One undefined token makes the mean NaN.
     """
     mask = mask.to(states.device)  # the states were moved to the CPU if the device has no float64
     norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)

@@ -69,7 +69,7 @@ class LabelProbe(ProbeAnalysis):
         train, test = ({name: prompt_vectors(each) for name, each in split.items()} for split in (train, test))
         train = {pooling: features[:, problem.distinct] for pooling, features in train.items()}
         finite = [torch.stack([*each.values()]).isfinite().all(-1).all(0) for each in (train, test)]
-        layers, used = comparable(torch.cat(finite, dim=1))  # the same rows for every pooling
+        layers, used = comparable(torch.cat(finite, dim=1))  # every pooling uses the same rows
         in_train, in_test = used.split([len(problem.train), len(problem.test)])
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
@@ -151,7 +151,7 @@ class LabelProbe(ProbeAnalysis):
 class LabelProblem(NamedTuple):
     distinct: Tensor  # (rows of train,) False for rows that are also test rows
     train: Tensor  # (fitted rows,) class indices
-    test: Tensor  # (test rows,)
+    test: Tensor  # (test rows,) class indices
     fitted: Tensor  # (distinct rows,) False for undefined training rows
     scored: Tensor  # (rows of test,) False for undefined test rows
     num_classes: int
@@ -196,7 +196,7 @@ class AttentiveProbe(Analysis):
         train: labelled rows to which the probes are fitted.
         test: labelled rows on which they are scored.
         num_heads: number of queries, each over a slice of the width; must divide the width.
-        steps: steps of AdamW per layer.
+        steps: number of optimizer steps (AdamW) for the probe of each layer.
         seed: seed of the probes' initial weights and of the order of rows.
     """
 

@@ -28,7 +28,7 @@ class Rows:
 
     texts: Sequence[Tensor]  # real tokens of every text of the split, (tokens,) each
     text: Tensor  # (n,) index of the row's text
-    position: Tensor  # (n,) counted from 0 among its real tokens
+    position: Tensor  # (n,) position of the row in its text, from 0, without padding
 
     def __len__(self) -> int:
         return len(self.text)
@@ -180,7 +180,7 @@ class NextTokenProbe(ProbeAnalysis):
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
         tags: TagDict = {**missing_tag("", ~used)}
-        if tags:  # some rows are undefined: draw and count again without their texts
+        if tags:  # some rows have undefined states: draw the rows again, without the texts of these
             problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
@@ -199,9 +199,10 @@ class NextTokenProbe(ProbeAnalysis):
         return probe_jobs(model, references, [fitting], self, seed)
 
     def _fold_groups(self, text: Tensor) -> Tensor:
-        """Return group ids (n,) of rows that are held out together.
+        """Return the group id (n,) of each training row, for the folds of the estimator "watch".
 
-        A group is a document, or a text if a document has more rows than a fold should have.
+        Rows of one group are in the same fold. A group is a document, or a text if a document has more rows than a
+        fold should have.
         """
         # A plain list of batches does not know the documents of its texts.
         origins = self.train.origins() if isinstance(self.train, Batches) else None
@@ -292,8 +293,8 @@ class NextTokenProbe(ProbeAnalysis):
 
 
 class _Problem(NamedTuple):
-    train: Rows  # rows whose target is a class
-    test: Rows  # all rows
+    train: Rows  # only training rows whose target is a class
+    test: Rows  # all test rows
     classes: Tensor  # (classes,) token ids, the most frequent first
     train_classes: Tensor  # (train rows,)
     test_classes: Tensor  # (test rows,), -1 for targets outside the classes
@@ -303,11 +304,11 @@ class _Problem(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Predictions of the model's own head on rows."""
+    """Predictions of the next token by the model's own head."""
 
     top: Tensor  # (rows,) the most probable token
-    log_loss: Tensor  # (rows,) of the target
-    closed: Tensor  # (rows, classes) logits
+    log_loss: Tensor  # (rows,) negative log-probability of the next token, in nats
+    closed: Tensor  # (rows, classes) logits of the tokens that are classes
 
 
 def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -72,7 +72,10 @@ class NextTokenResidual(Analysis):
         self._check_rows(model, self._rows())
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts; nothing if their states are too large to send between ranks."""
+        """Return the texts to read.
+
+        If their states are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        """
         rows = self._rows()
         self._check_rows(model, rows)
         is_large = vector_bytes(model, len(rows.targets)) > MAX_SENT
@@ -117,7 +120,10 @@ class NextTokenResidual(Analysis):
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _comparable(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Return the measured layers, the rows of texts that are finite at all of them, and tags that count others."""
+        """Return masks of the layers (layers + 1,) and rows (rows,) to use, and a tag that counts the other texts.
+
+        All states of a used row's text are finite at every used layer.
+        """
         broken = (~states.isfinite().all(-1)).double()  # (layers + 1, rows)
         of_texts = broken.new_zeros(len(states), rows.num_texts).index_add_(1, rows.text, broken)
         layers, used = comparable(of_texts == 0)
@@ -136,7 +142,7 @@ class NextTokenResidual(Analysis):
         return replace(fit, value=fit.value.cpu(), adjusted=fit.adjusted.cpu(), held_out=held_out, rank=fit.rank.cpu())
 
     def _layer_records(self, found: "_LayerFit", rows: "_Rows", counts: TagDict) -> Iterator[Record]:
-        """Yield the records of one layer from its fit of both labellings."""
+        """Yield the records of one layer, for the ids of the vocabulary and for the permuted ids (the control)."""
         layer, whole, halves = found
         num_scored = whole.num_rows - int(self._texts_to_fit(rows)[rows.text].sum())
         held_out = cast("Tensor", whole.held_out)
@@ -156,7 +162,8 @@ class NextTokenResidual(Analysis):
     def _law(self, curve: Tensor, halves: Tensor, rows: "_Rows", counts: TagDict) -> Iterator[Record]:
         """Yield the records of the exponential law over layers 1..L.
 
-        `curve` (layers,) has the values of all texts and `halves` (halves, layers) those of random halves.
+        `curve` (layers,) is the `prediction_residual` of each layer on all texts, and `halves` (halves, layers) is the
+        same on random halves of the texts.
         """
         tags, missing, n = self._tags(rows) | counts, missing_tag("layers", curve.isnan()), rows.num_texts
         if missing and len(curve) >= 3:
@@ -248,7 +255,7 @@ class _Rows(NamedTuple):
 class _LayerFit(NamedTuple):
     layer: int
     whole: PredictionResidual
-    halves: Tensor  # (halves, 2) value and adjusted value of each half
+    halves: Tensor  # (halves, 2) `prediction_residual` and `adjusted` of each half
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:

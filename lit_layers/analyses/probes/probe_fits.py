@@ -57,8 +57,8 @@ def fit_labellings(
 ) -> Sequence[Fitted]:
     """Return one layer's probe for each labelling of its features (rows, dim).
 
-    Probes are logistic, or ridge if `num_classes` is None. Rows with the same id in `groups` (rows,) are held out
-    together.
+    Probes are logistic, or ridge if `num_classes` is None. `groups` (rows,) is for the estimator "watch": rows with the
+    same group id are in the same fold of its cross-validation.
     """
     layer = features[None]
     if num_classes is None:
@@ -96,7 +96,10 @@ class ProbeAnalysis(Analysis):
 
 
 class Fitting(NamedTuple):
-    """Features to which probes are fitted, at the layers where the mask `layers` (layers + 1,) is True."""
+    """Features and labels to which one probe per layer is fitted, and how to score the probes.
+
+    The mask `layers` (layers + 1,) is True for the layers that have features.
+    """
 
     features: Tensor  # (layers, rows, dim)
     labels: Tensor  # (rows,)
@@ -105,7 +108,7 @@ class Fitting(NamedTuple):
     num_classes: int
     tags: TagDict
     scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # (log-probabilities, tags, layer) -> records
-    groups: Tensor | None = None  # (rows,) group ids: rows of a group are held out together
+    groups: Tensor | None = None  # (rows,) group ids, as in `fit_labellings`
 
 
 def probe_jobs(
@@ -116,6 +119,8 @@ def probe_jobs(
     control_seed: int | None,
 ) -> Jobs:
     """Return one job per layer that fits logistic probes to the labels and, with a seed, to permuted labels.
+
+    The records `references` come before those of the jobs.
 
     With the estimator "watch", the record `probe_c` reports the c of each layer, and `n` its number of training rows.
     """
@@ -220,12 +225,13 @@ def score_records(
 
 
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
-    """Yield how the score rises over layers 1 to L, with intervals over test rows.
+    """Yield records of how a score rises over layers 1 to L, with intervals over test rows.
 
-    `curve` holds the layers from 1 on. The records are the monotonicity, the layers where the rise ends, and
-    `inflection_layer`, which has no interval. `plateau_layer` is the first layer after which no single step gains more
-    than `PLATEAU`, and `best_layer` is the first of the best layers. Their intervals show how much the choice depends
-    on the test rows. If a layer is missing, which the tag `num_undefined_layers` reports, all values are NaN.
+    `curve` holds the scores of the layers from 1 on. The records are the monotonicity, the layers where the rise ends,
+    and `inflection_layer`, which has no interval. After `plateau_layer`, the score never gains more than `PLATEAU` from
+    one layer to the next. `best_layer` is the first of the best layers. The intervals of these two layers show how much
+    their choice depends on the test rows. If a layer is missing, which the tag `num_undefined_layers` reports, all
+    values are NaN.
     """
     if "num_undefined_layers" in tags:
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")
@@ -254,5 +260,8 @@ def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Ite
 
 
 def _widened(low: float, value: float, high: float) -> tuple[float | None, float | None]:
-    """Widen an interval to contain its value, which may lie outside: resampled curves are rougher than their mean."""
+    """Return the bootstrap interval of a monotonicity, widened to contain its value.
+
+    The value may lie outside, because curves of resampled rows are rougher than their mean.
+    """
     return (None, None) if math.isnan(low) or math.isnan(high) else (min(low, value), max(high, value))

@@ -91,7 +91,10 @@ class TaskTexts:
         return self._reader.tokenizer_hash()
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts of each split; nothing if their vectors are too large to send between ranks."""
+        """Return the texts of each split to read.
+
+        If their vectors are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        """
         texts = self._rows(model).texts
         if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
             return {}
@@ -101,11 +104,15 @@ class TaskTexts:
         return pool_texts(seen, batch, self.pooling, "resid")
 
     def _rows(self, model: LayeredModel) -> TaskRows:
-        """Return the splits to measure on; train includes the validation rows."""
+        """Return the training and test rows of the task; the validation rows are added to the training rows."""
         return self._reader.rows(model, join_validation=True)
 
     def _features(self, model: LayeredModel, rows: TaskRows, values: dict[str, Values]) -> dict[str, LayerFeatures]:
-        """Return the features of all splits, from the values of the shared pass or, without these, from new passes."""
+        """Return the features of all splits.
+
+        They come from the values of the forward pass that analyses share or, if there are none, from forward passes
+        that run now.
+        """
         if values:
             return {split: store_features(values.pop(split)) for split in rows.texts}
         how: Any = {"pooling": self.pooling, "undefined": "nan"}
@@ -141,7 +148,7 @@ class Probe(TaskTexts, ProbeAnalysis):
     test rows. Records tagged `control="random_labels"` come from probes fitted to permuted labels. A test row of a
     class without training rows counts as an error and is left out of the log-loss. Records without a layer describe how
     a test score, which the tag `of` names, rises over layers: `monotonicity_...`, `plateau_layer`, `best_layer` and
-    `inflection_layer`. No single step after the plateau layer gains more than 0.01.
+    `inflection_layer`. After the plateau layer, the score never gains more than 0.01 from one layer to the next.
 
     If `fit_on` is "train", `validation` is also scored: choose layers by these scores. Test and validation scores have
     intervals: Wilson's for the accuracy, none for `r_squared`, bootstrap over rows for the others. Features of up to 1
@@ -201,7 +208,10 @@ class Probe(TaskTexts, ProbeAnalysis):
         layer: int,
         tags: TagDict,
     ) -> "_LayerScores":
-        """Fit one labelling of the training rows at one layer, from the features (rows, dim) of each split."""
+        """Fit a probe to the `labels` (true or permuted) of the training rows at one layer, and score it.
+
+        `data` holds the features (rows, dim) of each split.
+        """
         probe = fit_layer(data["train"], labels, self, num_classes=rows.num_classes or None)
         failed = isinstance(probe, LogisticProbes) and not bool(probe.converged.all())
         flag = {"num_not_converged": 1} if failed else {}
@@ -315,7 +325,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
             if rows.is_classification:
                 seen.append(len(chosen.unique()))
                 if seen[-1] < 2:
-                    continue  # a single class needs no probe
+                    continue  # a probe needs two classes, so this subset does not enter the means
             probe = fit_layer(features[subset], chosen, self, num_classes=rows.num_classes or None)
             unconverged += int(not getattr(probe, "converged", torch.ones(1)).all())
             scores = score_rows(probe, held_out, targets)
