@@ -109,7 +109,10 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Return a chart for each metric that emerges at two or more layers: the half-way point of each layer, by run."""
+    """Return a chart for each metric that emerges at two or more layers, with one of the metric's curves.
+
+    The chart shows at which time each layer has made half of its change, with one line per run.
+    """
     by_metric = grouped(
         [pair for pair in zip(clock.curves, clock.times, strict=True) if pair[0].layer is not None and pair[1].emerges],
         lambda pair: (pair[0].analysis, pair[0].metric, pair[0].tag_text),
@@ -137,9 +140,9 @@ def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCur
 def monotonicity_charts(
     layers: Sequence[LayerCurve], clock: Clock, *, axis: AxisName = "step"
 ) -> list[tuple[str, Chart]]:
-    """Return charts of the rank correlation between a metric and depth over training, with their names.
+    """Return charts of the Spearman correlation between a metric and the layer index over training, with their names.
 
-    Each chart has one colour per run. A metric that is equal at all layers has no rank correlation and no chart.
+    Each chart has one colour per run. A metric that is equal at all layers has no correlation and no chart.
     """
     defined = [each for each in layers if each.statistic == MONOTONICITY and np.isfinite(each.curve.values).any()]
     charts = []
@@ -160,14 +163,14 @@ def monotonicity_charts(
 
 
 def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
-    """Return the lines in the styles of their runs; a run has the same colour in all figures."""
+    """Return the lines of the runs, each in the colour and mark that its run has in all figures of the page."""
     look = {"of": len(clock.runs), "width": 2.0, "texts_only": True}
     runs = [(number, run) for number, run in enumerate(clock.runs) if run in lines]
     return [replace(lines[run], **style_of_run(number, run, **look)) for number, run in runs]
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Return a heat map of the probability that a row's metric is half through its change before a column's metric.
+    """Return a heat map of the probability that the metric of a row makes half of its change before that of a column.
 
     It shows the metrics that emerge in a run, earliest first, and at most `MOST_ROWS` of them.
     """
@@ -180,7 +183,7 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 
 
 def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
-    """Return the axis positions of interval ends; an open end is drawn at the last checkpoint of `curves`."""
+    """Return the interval ends of times as axis positions, none later than the last checkpoint of `curves`."""
     last = max(float(curve.at[-1]) for curve in curves)
     return {end: rounded(log_step(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
 
@@ -219,8 +222,8 @@ def write_emergence(
 ) -> list[Path]:
     """Write emergence.html, tables as .csv, and figures as .png, .svg and .pdf; return their paths, the page first.
 
-    The tables are times and order, and also layer_order, layers and agreement unless they are empty. Existing files
-    with these names are replaced.
+    The tables are called times and order, and also layer_order, layers and agreement unless these are empty. Existing
+    files with these names are replaced.
 
     Raises:
         InputError: the folder cannot be written.
@@ -256,7 +259,7 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
-    """Return sentences about the metrics that emerge, earliest first, then about those that change and come back."""
+    """Return a sentence for each metric of a run that emerges, earliest first, then for those that come back."""
     back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
 
@@ -268,7 +271,7 @@ def _unchanged(clock: Clock, run: str) -> list[str]:
 def _figures(
     clock: Clock, axis: AxisName, layers: Sequence[LayerCurve]
 ) -> tuple[dict[str, Any], list[tuple[str, Chart]]]:
-    """Return the blocks of figures by page section, and all charts with their file names."""
+    """Return the figures of the emergence page: blocks by section, and all charts with their file names."""
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]
@@ -287,8 +290,8 @@ def _figures(
 
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
-    """Return the HTML page; `content` holds its blocks of figures."""
-    # Leave out the curves of means over seeds, which are not runs.
+    """Return the HTML of the emergence page; `content` holds its blocks of figures."""
+    # Leave out the names of mean curves over seeds: a mean is not a run.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(
         "emergence.html.jinja",

@@ -37,7 +37,10 @@ _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return a run's latest measurements, except suspect ones, and the settings that are logged under plain names."""
+    """Return the latest measurements of a run, without suspect checkpoints, and the result of `plain_settings`.
+
+    The latter names the settings (options and data) of each analysis that are logged under its plain name.
+    """
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
 
@@ -49,8 +52,8 @@ def curves_of(
 
     Values of layer pairs and of single tokens are left out. `scalars="all"` logs everything else. `scalars="plotted"`
     logs one variant of each metric (such as its mean but not its median), and values per layer only for one metric of
-    each analysis: the one listed first in docs/metrics.md. `plain` is the result of `plain_settings`: the settings that
-    are logged under the plain name of their analysis.
+    each analysis: the one listed first in docs/metrics.md. `plain` is the result of `plain_settings`: the settings
+    (options and data) that are logged under the plain name of their analysis.
     """
     curves = dict[str, Record]()
     for m in measurements:
@@ -60,7 +63,7 @@ def curves_of(
             for record in (m.records if scalars == "all" else shown_records(m))
             if record.other_layer is None
             and record.tags.keys().isdisjoint(records.AXES)
-            # One curve per number of loops would give hundreds of curves; the table has all of them.
+            # Keep one number of loops: all would give hundreds of curves. The table of records has all.
             and record.tags.get("loops", loops) == loops
         ]
         if scalars == "plotted":
@@ -84,7 +87,10 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return, by the name of each picture of layers by steps, the measurements with the records of its metric."""
+    """Return the data of each picture of layers by steps, by its name: the measurements, reduced to one metric.
+
+    Metrics with values per layer at fewer than two steps get no picture.
+    """
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
         of_layers = [record for record in shown_records(m) if record.layer is not None and record.other_layer is None]
@@ -104,7 +110,7 @@ def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
 
     charts, (measured, plain) = dict[str, Any](), measured_in(root)
     for name, series in surfaces_of((m for m in measured if (m.step or 0) <= last_step), plain).items():
-        with contextlib.suppress(ValueError):  # skip a metric whose variant exists at one step only
+        with contextlib.suppress(ValueError):  # skip a metric whose plainest variant exists at one step only
             charts[name] = layer_surface(records.frame(series), series[0].records[0].metric).whole()
     try:
         pictures = pictures_of([*charts.values()], [".png"]) if charts else []
@@ -121,7 +127,10 @@ def are_maps_due(num_steps: int) -> bool:
 
 
 def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
-    """Return a W&B row with the table of all records, called `name`, and the final pictures; empty without records."""
+    """Return a W&B row with the table of all records, called `name`, and the final pictures.
+
+    The row is empty if nothing was measured.
+    """
     import wandb
 
     frame = records.frame(measured_in(root)[0], settings="all")
@@ -152,7 +161,8 @@ class WandbRun:
             right, because W&B plots over the axis.
     """
 
-    # Last row with measurements and their step, by run id. Two networks may log to one run, so writers share it.
+    # By run id: the number of the last row with measurements, and their step. Two networks may log to one run, so all
+    # writers share this.
     _last_rows: ClassVar[dict[str, tuple[int, int]]] = {}
 
     def __init__(self, run: Any, axis: str | None = None) -> None:
@@ -168,7 +178,7 @@ class WandbRun:
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue the curves and pictures of one step; without an axis, merge them into the open row if possible."""
-        # A single pending step may be step 0, which comes before the logger's first row.
+        # Write pending steps, except a single one: it may be step 0, which comes before the logger's first row.
         if self._is_shared and len(self._pending) > 1:
             self.flush()
         self._pending[step] = {**values, self._axis: step}
@@ -197,7 +207,8 @@ class WandbRun:
             return
         number = self._run.step
         if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
-            # The user passes row numbers: W&B would drop the user's next row if these rows took its number.
+            # The user passes row numbers. Write nothing: W&B would drop the user's next row if one of these rows took
+            # its number.
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
             logger.warning(words, len(self._pending), _SECTION)
             return
@@ -214,7 +225,10 @@ class WandbRun:
 
 
 def writer_of(destination: Any) -> Any:
-    """Return a `WandbRun` for a W&B run or logger; any other Lightning logger itself; None for anything else."""
+    """Return the writer for a destination, or None if it is neither a W&B run nor a logger.
+
+    The writer is a `WandbRun` for a W&B run or logger, and the logger itself for any other Lightning logger.
+    """
     is_logger = "WandbLogger" in [kind.__name__ for kind in type(destination).__mro__]
     run = destination.experiment if is_logger else destination
     if any(kind.__module__.startswith("wandb.") and kind.__name__ == "Run" for kind in type(run).__mro__):
@@ -223,6 +237,6 @@ def writer_of(destination: Any) -> Any:
 
 
 def runs_of_trainer(reports_to: Sequence[str]) -> list[Any]:
-    """Return the W&B run that a transformers Trainer has started, in a list; empty if it does not report to W&B."""
+    """Return a list with a writer for the W&B run that a transformers Trainer has started; empty if there is none."""
     run = sys.modules["wandb"].run if "wandb" in reports_to and "wandb" in sys.modules else None
     return [] if run is None else [WandbRun(run, TRANSFORMERS_AXIS)]

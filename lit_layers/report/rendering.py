@@ -1,4 +1,4 @@
-"""The page of a run, or of models side by side, with facts, tables and figures; and export of its figures."""
+"""The HTML page of a run, or of models side by side; its figures can also be written as pictures."""
 
 import shlex
 from collections.abc import Iterator
@@ -57,7 +57,10 @@ def render(run: run_data.RunData, *, allow_suspect: bool = False) -> str:
 
 
 def _emergence(run: run_data.RunData, *, allow_suspect: bool) -> dict[str, Any] | None:
-    """Return the emergence section of the page, or None for models side by side and if no curve is long enough."""
+    """Return the section of the page that says when metrics emerge.
+
+    Returns None for models side by side, or if no curve is long enough.
+    """
     drawn = [m for m in run.measurements if allow_suspect or not records.is_suspect(m)]
     try:
         return None if run.compares_models else emergence.run_summary(run.name, drawn, run.root)
@@ -71,7 +74,7 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     comparing = run.compares_models
     drawable = [m for m in run.measurements if comparing or m.step is not None]
     drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
-    # Suspect rows that remain were allowed. Figures refuse rows with a suspect verdict, so drop the column.
+    # Suspect rows that remain were allowed. Figures refuse rows with a suspect verdict, so drop the column of verdicts.
     means = add_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
     medians = add_task_medians(means.frame)
     frame = medians.frame
@@ -116,7 +119,7 @@ def write_pictures(
 
 
 def _named_charts(run: run_data.RunData, *, allow_suspect: bool) -> Iterator[tuple[str, Chart]]:
-    """Yield each chart with its file name; the name of the section is put before its title."""
+    """Yield each chart of the page with its file name; the title of the section is put before the chart's title."""
     frame, shown = sections_of(run, allow_suspect=allow_suspect)
     emerges = (_emergence(run, allow_suspect=allow_suspect) or {}).get("blocks", [])
     head = [*sections.training(run), *sections.first_surface(frame)]

@@ -33,8 +33,8 @@ def sections(
 ) -> list[dict[str, Any]]:
     """Return a section for each analysis of a run, or of models side by side, that has figures.
 
-    `num_layers` gives the depths of the models, whose last layers may not be measured. Secondary metrics become the
-    section's diagnostics.
+    `num_layers` gives the number of layers of each model, whose last layers may not be measured. Secondary metrics
+    become the section's diagnostics.
     """
     shown = []
     table: Any = frame
@@ -57,7 +57,7 @@ def sections(
                     metrics=members,
                 )
                 (diagnostics if all(row.secondary for row in rows) else blocks).append(made)
-        if not blocks:  # diagnostics become figures if there are no others
+        if not blocks:  # if all metrics are secondary, show them as the main figures
             blocks, diagnostics = diagnostics, []
         if blocks:
             about = {"name": analysis, "title": sentence(analysis), "note": analysis_note(analysis)}
@@ -66,7 +66,7 @@ def sections(
 
 
 def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the metrics that share a block, with the block's title.
+    """Yield the title and the metrics of each block in the section of an analysis.
 
     A block shows either a group of metrics that the reader chooses from, or a single metric (title "").
     """
@@ -126,13 +126,13 @@ def shapes(
     num_layers: Mapping[str, int] | None = None,
     steps: Sequence[int] = (),
 ) -> list[Choice]:
-    """Return all figures of a metric, one choice per variant.
+    """Return all figures of a metric, as choices of the reader: one choice per variant (set of tags).
 
-    `steps` are all measured steps of the run. For models without steps, maps have one choice per model; a metric with
-    only whole-model values has no figure.
+    `steps` are all measured steps of the run. If models are compared (`comparing`), maps have one choice per model, and
+    a metric with only whole-model values has no figure.
     """
     table: Any = part
-    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # a small table is filtered faster below
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fewer rows make the code below faster
     unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}
@@ -155,7 +155,7 @@ def shapes(
             if any(map(_is_on_profile, every)):
                 yield "", partial(plots.layer_profile, table, metric, **look)
             return
-        names = levels["metric"].unique()  # baselines, which some variants lack
+        names = levels["metric"].unique()  # only the baselines that this variant has are drawn
         options["baselines"] = look["baselines"] = [
             name for name in names if tables.matching(tables.select(levels, name, analysis=analysis), tags)
         ]
@@ -187,7 +187,10 @@ def shapes(
 
 
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
-    """Yield the maps of one choice; some kinds of map exclude the others."""
+    """Yield the maps of a metric for one choice of the reader.
+
+    Paths of tokens, tables of a layer, and curves over training rows are drawn without other maps.
+    """
     has = {tag for point in points for tag in point.tags if point.layer is not None}
     kinds = [
         ("", plots.paths_in_plane, "axis" in has),
@@ -212,13 +215,16 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """Return what a reader can choose, as figure options with a text: a variant, and the layer of a table per layer."""
+    """Return what a reader can choose for a metric, as figure options with a text.
+
+    A choice is a variant. If each layer (or pair of blocks) has a table of values, it is a variant and a layer.
+    """
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
         return [({"tags": tags}, text) for tags, text in kinds]
     choices = []
     for tags, text in kinds:
-        # Pairs of different blocks come first: the Jacobian of a block in its own leading directions is trivial.
+        # Sort pairs of different blocks first: the Jacobian of a block in its own leading directions is trivial.
         pairs = {(p.layer, p.other_layer) for p in tables.matching(points, tags)}
         for layer, other in sorted(pairs, key=lambda pair: (pair[0] == pair[1], pair[0], pair[1] or 0)):
             texts = [pair_text(layer, other), *([text] if len(kinds) > 1 else [])]
@@ -227,7 +233,10 @@ def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the variants that the reader can choose, the default first; a few whole-model variants share a figure."""
+    """Return the variants that the reader can choose, each with its text, the default first.
+
+    Up to `_TOGETHER` whole-model variants with the same statistic are one choice: one figure shows all of them.
+    """
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
         statistics = dict.fromkeys(tags.get("statistic") for tags in variants)
@@ -238,7 +247,7 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
             return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
     # Leave out variants that exist only for the whole model, e.g. a median, if others have values per layer.
     variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
-    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # dashed lines
+    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # controls: dashed lines
     first = tables.plainest(variants)
     if len(variants) < 2:
         return [(first, tables.variant_text(first))]
@@ -251,7 +260,7 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
 
 
 def is_intervention(frame: pd.DataFrame) -> Any:
-    """Return a boolean per row: whether it belongs to `intervention_sections`."""
+    """Return a boolean for each row: whether `intervention_sections` shows it."""
     table: Any = frame
     has_variant = table["variant"].notna() if "variant" in table else pd.Series(False, index=table.index)
     own = table["analysis"].str.split("/").str[0].isin([READOUT, TASKS])
@@ -297,7 +306,7 @@ def _kind(analysis: str) -> str:
     return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
 
 
-# The variants that a figure shows, and its drawing function, by block title.
+# For each block title: the variants that its figures show, and the function that draws them.
 _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
     "Middle blocks changed": (MIDDLE_NAMES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),
@@ -306,7 +315,10 @@ _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
 
 
 def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, Callable[[], Chart]]]]:
-    """Return the figures of related analyses by block title, each with its choice text and drawing function."""
+    """Return the figures for a section of interventions, by block title.
+
+    Each figure is a text for the choice of the reader and a function that draws it.
+    """
     part, drawings = table[table["analysis"].isin(analyses)], dict[str, list[tuple[str, Callable[[], Chart]]]]()
     models, every = short_names([*part["run"].unique()]), [*_metrics(table, analyses)]
     if len(models) > 1:
@@ -326,7 +338,7 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
-    """Yield the text of the choice, the rows, the metric and the figure options for each metric of the analyses.
+    """Yield each metric of the analyses, as the text of a choice, the metric's rows, its name and figure options.
 
     Metrics of variants, tasks and costs come first. A metric measured under several conditions (such as values of the
     tag `when`) is yielded once per condition.

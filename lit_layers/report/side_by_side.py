@@ -93,8 +93,8 @@ def difference(one: Line, other: Line) -> Line:
 
     The interval depends on what is compared:
 
-    - Two groups of seeds: Welch's interval with Welch-Satterthwaite degrees of freedom at each step; `df` is the
-      smallest.
+    - Two groups of seeds: Welch's interval with Welch-Satterthwaite degrees of freedom at each step. The field `df`
+      of the result is the smallest of them.
     - Two single runs with values of the same prompts: Student's interval over the differences of prompts that have a
       value in both runs. The difference itself also leaves out prompts with a value in only one run, and `left_out`
       counts them.
@@ -110,7 +110,7 @@ def difference(one: Line, other: Line) -> Line:
     if (a.num_runs > 1) != (b.num_runs > 1):
         error = np.full(len(common), np.nan)
     elif a.num_runs > 1:
-        # Computed from error ratios: the fourth power of a small error underflows to 0.
+        # Use the ratios of errors in this formula: the fourth power of a small error underflows to 0.
         with np.errstate(invalid="ignore", divide="ignore"):
             df = 1 / ((error_a / error) ** 4 / a.df + (error_b / error) ** 4 / b.df)
         df = np.where(np.isfinite(df), df, a.df + b.df)  # NaN if both errors are 0
@@ -126,7 +126,7 @@ def difference(one: Line, other: Line) -> Line:
 
 
 def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Array, Array] | None:
-    """Return the differences per prompt at each step, and the number of prompts with a value in either run.
+    """Return the differences per prompt at each step, and the number of prompts with a value in at least one run.
 
     Returns None if the runs have no values of the same prompts.
     """
@@ -138,10 +138,11 @@ def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Arra
 
 
 def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
-    """Return the mean difference over prompts of both runs, its standard error and df, and which prompts are left out.
+    """Return the mean of differences per prompt at each step, for `difference`, with the standard error and df.
 
-    A step keeps `values` and `error` if fewer than two prompts have a value in both runs. It keeps `values` if all
-    prompts have one: they are more precise than the rounded values of single prompts.
+    Only prompts with a value in both runs are used; the text that is also returned counts the others. `values` and
+    `error` are the results without pairing. A step with fewer than two such prompts keeps both. A step where no prompt
+    is left out keeps `values`, which are more precise than the rounded values of single prompts.
     """
     diffs = np.where(np.isfinite(diffs), diffs, np.nan)
     n = np.isfinite(diffs).sum(0)
@@ -160,7 +161,8 @@ def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> t
 class SideBySide:
     """Runs, the groups of seeds that they form, and the lines of each group.
 
-    `notes` say what is not shown. `recipes` holds, for each run, the recipe fields that differ between the runs.
+    `notes` are sentences on curves that are left out and on differing settings. `recipes` holds, for each run, the
+    recipe fields that differ between the runs.
     """
 
     groups: Mapping[str, Sequence[str]]
@@ -236,10 +238,10 @@ def read_side_by_side(
 
 
 def _recipe(root: str | Path) -> dict[str, str]:
-    """Return the model, data, trainer and seed fields of a run's recipe by dotted path, without `init_args`."""
+    """Return the seed, model, data and trainer fields of a run's recipe, by dotted path such as `data.num_tokens`."""
     config = run_facts(Path(root)).get("config") or {}
     parts = {part: config[part] for part in ("seed_everything", "model", "data", "trainer") if part in config}
-    # to_dict keeps ints: a DataFrame row has one dtype, and 3 would become 3.0
+    # Convert with to_dict, which keeps integers: a row of a DataFrame has one dtype, so 3 could become 3.0.
     flat = pd.json_normalize(parts).to_dict("records")[0] if parts else {}
     return {str(name).replace(".init_args", ""): str(content) for name, content in flat.items()}
 
@@ -371,7 +373,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
         for of_tags in variants.values():
             by_layer = {key[2]: lines for key, lines in of_tags}
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
-            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # layers of all groups
+            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # measured in all groups
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", the last common layer"
@@ -390,7 +392,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
 
 
 def _order(content: SideBySide) -> Callable[[str, str], tuple[int, int]]:
-    """Return a sort key: analyses in the order of measurement, metrics as on the page of one run."""
+    """Return a sort key for a metric: analyses in order of appearance, their metrics as on the page of one run."""
     analyses = [*dict.fromkeys(key[0] for key in content.lines)]
     return lambda analysis, metric: (analyses.index(analysis), rank(metric))
 

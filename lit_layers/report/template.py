@@ -28,7 +28,7 @@ Choice = tuple[str, Iterable[Captioned]]  # text of a choice, and its figures
 
 
 class Block(dict[str, Any]):
-    """The figures of a metric with their title and note; `fill` replaces the figures by their indices."""
+    """Figures that share a title and a note on a page, with the choices of the reader."""
 
 
 class Cells(NamedTuple):
@@ -155,7 +155,7 @@ def number_figures(content: Any, figures: Figures) -> Any:
     choices = content["choices"]
     numbers = [[_add_figure(each, figures) for each in choice["figures"]] for choice in choices]
     first, charts = choices[0]["figures"], [each["chart"] for each in choices[0]["figures"]]
-    # Heights in pixels; a slider takes 36 of them from the plot.
+    # Heights of the plots in pixels, without the 36 pixels of a slider.
     heights = [40 if chart is None else chart.height - (36 if len(chart.frames) > 1 else 0) for chart in charts]
     slots = [
         {

@@ -1,4 +1,4 @@
-"""Mirror of a run at W&B, which sends missing values from the run's files, and a W&B workspace with its charts."""
+"""A copy of a run at W&B, kept complete from the run's files, and a W&B workspace with the charts of the run."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ NOTES = "lit_layers_sent.jsonl"  # log of sent rows, in the wandb folder of the 
 LAG = 30.0  # seconds; rows sent longer ago are in W&B's file even if its process was killed
 _INIT = 8.0  # seconds to wait for the server
 LIMIT = 300.0  # seconds to wait for uploads at the end
-# Matches a line of W&B's settings that may name another server than the one `wandb init` writes.
+# Matches a line of W&B's settings file that may name another server: any line that `wandb init` does not write.
 _ADDRESS = re.compile(r"^(?!\s*$|\s*[#;\[]|(entity|project|mode) *=|base_url *= *https://api\.wandb\.ai/?$).+", re.M)
-abandoned: "list[WandbMirror]" = []  # mirrors that stopped: wandb's exit handler could wait forever for them
+abandoned: "list[WandbMirror]" = []  # failed mirrors: `run_and_end` skips wandb's exit handler, which could hang
 
 
 class WandbMirror:
@@ -40,9 +40,9 @@ class WandbMirror:
     A row sent just before the process is killed may be sent twice, with equal values. All charts have
     `trainer/global_step` as x-axis; each row also has the number of tokens.
 
-    The table at the end has all records. Records measured with other settings than the first ones of an analysis get a
-    separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one sentence. W&B uploads rows in a
-    process of its own, so only the end of the run waits for uploads.
+    The table at the end has all records. If an analysis was measured with several settings (options and data), records
+    of all but the first ones get a separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one
+    sentence. W&B uploads rows in a process of its own, so only the end of the run waits for uploads.
 
     Args:
         project: the W&B project.
@@ -148,7 +148,7 @@ class WandbMirror:
                 raise InputError(f"wandb.mode online: W&B cannot be reached ({reason}); try auto") from error
             logger.warning("W&B: cannot be reached (%s), so the run is mirrored offline", first_line(error))
             if wandb.run is None:
-                wandb.teardown()  # W&B's service still holds the run id of the failed start
+                wandb.teardown()  # frees the run id, which W&B still holds after the failed start
             run = wandb.init(**options, mode="offline")
         run.define_metric(shown.AXIS)
         run.define_metric("*", step_metric=shown.AXIS, step_sync=False)
@@ -160,7 +160,7 @@ class WandbMirror:
         self._run = run
 
     def _read_notes(self) -> None:
-        """Read the log of sent rows, keep those that W&B has, and rewrite the log."""
+        """Read the log of sent rows, mark the rows that W&B has as sent, and remove the others from the log."""
         file, noted = self.root / "wandb" / NOTES, list[dict[str, Any]]()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             with contextlib.suppress(ValueError):  # skip an incomplete last line
@@ -168,11 +168,11 @@ class WandbMirror:
         rows = [row for row in noted if "row" in row]
         is_online = self._run.settings.mode != "offline"
         before = self._run.starting_step or 0 if is_online else 0
-        # Row numbers of W&B never decrease: rows that are sent again get new numbers.
+        # The next row number. W&B's row numbers never decrease, so rows that are sent again get new numbers.
         self._num_rows = self._num_before = max([before, *(row["row"] + 1 for row in rows)])
-        if is_online:  # the server lacks the later rows (offline run or crash)
+        if is_online:  # rows from `before` on never reached the server (offline run or crash): send them again
             rows = [row for row in rows if row["row"] < before]
-        elif rows and "is_closed" not in noted[-1]:  # the process was killed
+        elif rows and "is_closed" not in noted[-1]:  # the process was killed: its last rows may be lost
             rows = [row for row in rows if row["at"] <= rows[-1]["at"] - LAG]
         for row in rows:
             self._mark_sent(row)
@@ -191,7 +191,7 @@ class WandbMirror:
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         axis = {} if step is None else {shown.AXIS: step}
         self._run.log({**row, **axis}, step=self._num_rows, commit=True)
-        # Log after sending: a crash in between sends a row twice. The other order would lose it.
+        # Note the row after sending it: a crash in between sends it twice. The other order would lose it.
         note = {"row": self._num_rows, "step": step, "names": [*row], "at": time.time()}
         self._note(note)
         self._mark_sent(note)
@@ -244,7 +244,7 @@ def refuse_settings_of_folder() -> None:
 
 
 def _has_credentials(wandb: Any) -> bool:
-    """Return whether wandb finds an API key; wandb's own check may prompt in a terminal."""
+    """Return whether wandb finds an API key, without wandb's own check, which may ask the user for a key."""
     from requests.utils import get_netrc_auth  # a dependency of wandb
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -257,7 +257,9 @@ def _has_credentials(wandb: Any) -> bool:
 
 
 def save_workspace(root: str | Path, target: str) -> str:
-    """Create a workspace at ENTITY/PROJECT with the charts of a run, for all runs of the project; return its address.
+    """Create a W&B workspace at `target` (ENTITY/PROJECT) with the charts of a run, and return its address.
+
+    The workspace shows all runs of the project.
 
     Raises:
         InputError: `target` is not ENTITY/PROJECT, nothing was measured, or W&B cannot be reached or refuses it.
