@@ -377,8 +377,8 @@ class _Measuring:
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Complete the result of `analyze_series` and return it.
 
-        If the first audit read only the listings of the files, the series is audited again after measuring, because
-        weights may have been downloaded. Measurements that existed before this call are counted.
+        If the first audit read the weights of only some checkpoints, the series is audited again after measuring,
+        because more weights may be local now. Measurements that existed before this call are counted.
         """
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)

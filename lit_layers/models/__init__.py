@@ -1,4 +1,4 @@
-"""Models: the layered view, and functions that build, truncate, save, load and hash models."""
+"""Models: the layered view (`LayeredModel`), and functions that build, truncate, save, load and hash models."""
 
 from lit_layers.models.build import causal_lm, save, true_vocab_size, vit, weights_hash
 from lit_layers.models.copies import truncate

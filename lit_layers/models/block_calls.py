@@ -39,7 +39,7 @@ class BlockCall:
         return replace(self, alignment=None)
 
     def rows(self, some: slice, batch_size: int) -> "BlockCall":
-        """Return the call for some prompts of the batch: arguments with one row per prompt keep only their rows."""
+        """Return the call for the prompts `some` of the batch, with only their rows of the arguments."""
         alignment = None if self.alignment is None else self.alignment.select(some)
         args, kwargs = rows_of(self.args, some, batch_size), rows_of(self.kwargs, some, batch_size)
         return replace(self, args=args, kwargs=kwargs, alignment=alignment)
@@ -66,8 +66,8 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """Inside the context, replace the `forward` of each block and disable the hooks of the blocks.
 
-    The states that the replacements return were recorded after the hooks had run, so the hooks must not change them
-    again.
+    The states that the new functions return were recorded after the hooks had run, so the hooks must not change these
+    states again.
     """
     hooks = ("_forward_pre_hooks", "_forward_hooks")
     saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]
@@ -82,7 +82,7 @@ def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 
 
 def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
-    """Return a replacement for a block's `forward`, which returns its input state, or the state `last` if given.
+    """Return a function to replace a block's `forward`. It returns its input state, or the state `last` if given.
 
     The state is returned as a tensor if `num_values` is 0, otherwise as a tuple of that length (`block_output`).
     """
@@ -95,7 +95,10 @@ def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..
 
 
 def block_output(state: Tensor, num_values: int) -> Any:
-    """Return the tuple `(state, None, ...)` of length `num_values`, or the state itself if that is 0."""
+    """Return a state in the format of a block's output.
+
+    This is the tuple `(state, None, ...)` of length `num_values`, or the state itself if `num_values` is 0.
+    """
     return (state, *[None] * (num_values - 1)) if num_values else state
 
 
@@ -188,7 +191,7 @@ def state_of(output: Any) -> Tensor:
 
 
 def rows_of(value: Any, some: slice, batch_size: int) -> Any:
-    """Return `value` with only the rows `some` of every tensor in it whose first dimension is `batch_size`.
+    """Return an argument of a block call with only the rows `some` of each tensor in it that has `batch_size` rows.
 
     Arguments in `SHARED` keep all rows: their first dimension is not the batch, but may have the same size by chance.
     """
@@ -202,7 +205,7 @@ def rows_of(value: Any, some: slice, batch_size: int) -> Any:
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Return the mask of real tokens (batch, tokens); it is True everywhere if `inputs` contain no mask."""
+    """Return the mask of real tokens (batch, tokens). If `inputs` contains no mask, it is True everywhere."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
@@ -212,7 +215,8 @@ def read_by_length(
 ) -> Tensor:
     """Call `read(columns, states)` once per text length, on all texts of that length without their padding.
 
-    `columns` are the inputs by name, each (batch, tokens), and `hidden` the states (batch, tokens, dim) of the batch.
+    This is for heads that pool all tokens of a text, padding included. `columns` are the inputs by name, each (batch,
+    tokens), and `hidden` the states (batch, tokens, dim) of the batch.
 
     Returns:
         The results, one row per text in the order of the batch.
@@ -250,13 +254,14 @@ def fingerprints(model: nn.Module) -> dict[str, tuple]:
     (non-persistent 1-D buffers) it holds the values instead of the counter, because some models write the same values
     again at each call.
     """
-    seen: set[int] = set()  # lists a tied tensor only once
+    seen: set[int] = set()  # ids of the tensors so far, so that a tied tensor is listed only once
     prints: dict[str, tuple] = {}
     for module, path in _modules(model):
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    prints[path + name] = "meta", tensor.shape  # accelerate replaces offloaded tensors at each call
+                    # Compare only the shape of an offloaded tensor, because accelerate replaces it at each call.
+                    prints[path + name] = "meta", tensor.shape
                 elif tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     is_table = name in module._non_persistent_buffers_set and tensor.ndim == 1
@@ -276,7 +281,7 @@ def hook_ids(model: nn.Module) -> dict[str, set]:
 
 
 def _modules(model: nn.Module) -> Iterable[tuple[nn.Module, str]]:
-    """Yield each module once with its path, which ends in a dot."""
+    """Return each module with the prefix of its parameters' names: its path and a dot, or "" for the model itself."""
     return ((module, f"{path}." if path else "") for path, module in model.named_modules())
 
 

@@ -28,7 +28,7 @@ from lit_layers.models.structure import family_of
 # Config fields that describe the saved file, not the function of the model.
 _FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
-READABLE = 0o644  # safetensors writes files with mode 600, which colleagues on a shared disk cannot read
+READABLE = 0o644  # mode of saved files; safetensors writes 600, so that colleagues on a shared disk cannot read them
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 TIMM_OPTIONS = "build_options"  # attribute of a timm model that holds its constructor arguments, for its config.json
 
@@ -121,7 +121,7 @@ def vit(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
 
 
 def untrained(model: Network, *, seed: int = 0) -> nn.Module:
-    """Return the same architecture with new weights, in evaluation mode.
+    """Return a model of the same architecture with new weights, in evaluation mode.
 
     The weights depend only on the config and `seed`. They have the dtype and device of `model`, but are on the CPU if
     `model` is on the meta device. The global random state and `model` do not change.
@@ -155,8 +155,9 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a folder that `from_pretrained` loads: config.json, model.safetensors and the tokenizer, in mode 644.
 
-    An image model also gets its pixel statistics, if they are known. Padding rows of the vocabulary are left out.
-    Neither the model nor the random state changes. The write is not atomic.
+    For an image model, the mean and standard deviation of its training pixels are written too, if they are known.
+    Padding rows of the vocabulary are left out. Neither the model nor the random state changes. The write is not
+    atomic.
 
     Args:
         tokenizer: an object with `save_pretrained`, or a folder whose files are copied.
@@ -243,8 +244,8 @@ def weights_hash(model: nn.Module) -> str:
 def architecture_hash(model: nn.Module) -> str:
     """Return a hash (16 hex digits) of the config of a transformers model.
 
-    It also covers settings that the weights do not show, such as `rope_theta`. It ignores the path, class and dtype of
-    the model and the library version.
+    Unlike the shapes of the weights, it also covers config fields such as `rope_theta`. It ignores the path, class and
+    dtype of the model and the library version.
     """
     network: Network = plain_model(model)
     fields = network.config.to_dict()
@@ -281,15 +282,16 @@ def _config(name: str | Path, **options: Any) -> Any:
 
 
 def _drop_tokens(config: Any, vocab_size: int) -> dict[str, None]:
-    """Return overrides that set special tokens to None if their ids are outside a smaller vocabulary."""
+    """Return overrides of a config with a smaller vocabulary: None for each special token whose id is outside it."""
     tokens = {field: getattr(config, field, None) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {field: None for field, token in tokens.items() if isinstance(token, int) and token >= vocab_size}
 
 
 def _shell(model: Network) -> Network:
-    """Return a model of the same class on the meta device with the unpadded config, for `save_pretrained`.
+    """Return a model of the same class without weights (meta device), to call its `save_pretrained`.
 
-    `save_pretrained` of the model itself would write into the config that training uses.
+    Its config has no padding rows of the vocabulary. `save_pretrained` of the model itself would write into the config
+    that training uses.
     """
     with torch.device("meta"):
         shell = type(model)._from_config(_unpadded_config(model), dtype=model.dtype)
@@ -323,9 +325,9 @@ def _refuse_unknown(given: Iterable[str], names: Iterable[str], kind: str) -> No
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the initialization of weights inside the context, and restore the global random state.
+    """Seed the initialization of weights inside the context, and restore the global random state afterwards.
 
-    Weights are on the CPU, or on the meta device inside `torch.device("meta")`.
+    New weights are created on the CPU, or on the meta device if the caller is inside `torch.device("meta")`.
     """
     device = "meta" if torch.empty(0).device.type == "meta" else "cpu"
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -335,7 +337,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
-    """Enter `seeded`, and hide the progress bars of transformers; if `reports` is False, also its load reports."""
+    """Seed weights as in `seeded`, and hide the progress bars of transformers inside the context.
+
+    If `reports` is False, the load reports of transformers are hidden too.
+    """
     from transformers.utils import logging
 
     # Keep transformers from asking the Hub, in a thread, to convert each pickle that it opens.
@@ -364,10 +369,10 @@ def true_vocab_size(model: Network) -> int:
 
 
 def pad_vocabulary_(model: Network, multiple: int) -> None:
-    """Add zero rows to the embedding and the head up to the next multiple; logits of real tokens do not change.
+    """Add zero rows to the embedding and the head until their number of rows is a multiple of `multiple`.
 
-    The model remains a plain model of transformers. `config.vocab_size` counts all rows, `config.unpadded_vocab_size`
-    the real tokens.
+    Logits of real tokens do not change. The model remains an ordinary model of transformers. `config.vocab_size` counts
+    all rows, `config.unpadded_vocab_size` the real tokens.
     """
     size = model.config.vocab_size
     model.resize_token_embeddings(-(-size // multiple) * multiple, mean_resizing=False)
@@ -406,7 +411,7 @@ def is_padded(model: Network) -> bool:
 
 
 def _unpadded_config(model: Network) -> Any:
-    """Return a copy of the config for the model without padding rows."""
+    """Return a copy of the model's config that counts no padding rows of the vocabulary."""
     config = copy.deepcopy(model.config)
     if is_padded(model):
         config.vocab_size = getattr(config, TRUE_SIZE)
@@ -415,6 +420,6 @@ def _unpadded_config(model: Network) -> Any:
 
 
 def _vocab_weights(model: Network) -> list[nn.Parameter]:
-    """Return the parameters with one row per token: embedding, head and its bias."""
+    """Return the parameters with one row per token of the vocabulary: embedding, head and bias of the head."""
     parts = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     return [parameter for part in parts for parameter in part.parameters(recurse=False)]

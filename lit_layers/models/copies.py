@@ -62,10 +62,10 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
 
 
 def _check_rebuild(short: Network) -> None:
-    """Refuse a copy whose states change when it is built again from its config.
+    """Refuse a truncated model whose states change when it is built again from its config.
 
-    This is only for classes without a row in `FAMILIES`: it is unknown which of their other config fields depend on the
-    number of blocks.
+    Only classes without a row in `FAMILIES` are checked: it is unknown which of their config fields, besides the depth,
+    depend on the number of blocks.
     """
     try:
         distance = rebuilt_error(short)
@@ -92,7 +92,7 @@ def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -
 
 def _set_depth(config: Any, num_layers: int) -> None:
     """Set the number of blocks in a config, and shorten fields with one entry per block."""
-    for name in PER_BLOCK:  # except properties, which the config computes from the depth
+    for name in PER_BLOCK:  # shorten the stored fields; properties are left out, as the config computes them
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
@@ -100,7 +100,8 @@ def _set_depth(config: Any, num_layers: int) -> None:
         config.attention_types = [[config.attention_layers, 1]]
     # Every config of transformers accepts the name `num_hidden_layers`; that of GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
-    # Models that can be a backbone list the names of their layers. `None` selects the last layer as the output.
+    # Configs of models that can serve as a backbone list the names of the layers (`stage_names`) and say which of them
+    # are returned. Shorten the list, and let None select the last layer.
     if getattr(config, "stage_names", None) is not None:
         config.stage_names = list(config.stage_names)[: num_layers + 1]
         config.set_output_features_output_indices(None, None)
@@ -137,9 +138,9 @@ class BFloat16View(LayeredModel):
     """The layered view of a copy of a model whose blocks compute matrix products and attention in bfloat16.
 
     The blocks run under torch.autocast. Embeddings, norms, residual additions, hidden states, final norm and head
-    remain in float32. The copy rounds weight matrices once instead of at each use. The rounded matrices take half the
-    memory of the originals, in addition to the model, until the view is freed. The copy shares all other tensors with
-    the model and does not write to them.
+    remain in float32. Weight matrices of the blocks are rounded to bfloat16 in the copy, so that autocast does not
+    round them again at each use. Until the view is freed, the rounded matrices take half the memory of the originals,
+    in addition to the model. The copy shares all other tensors with the model and does not write to them.
     """
 
     def __init__(self, exact: LayeredModel) -> None:

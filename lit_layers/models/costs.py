@@ -18,18 +18,18 @@ from lit_layers.models.view import Batch, LayeredModel, evaluating
 def interleaved(
     calls: Mapping[str, Sequence[Callable[[], Any]]], *, num_rounds: int, num_warm_up: int, device: str = "cpu"
 ) -> dict[str, list[list[float]]]:
-    """Time calls in interleaved rounds, so that slow phases of the machine affect all names alike.
+    """Time named groups of calls in interleaved rounds, so that slow phases of the machine affect all groups alike.
 
-    Each round runs all calls of all names. The rounds start with the first name, the second name and so on, in turn.
+    Each round runs all calls of all groups. The first group of a round changes from round to round.
 
     Args:
-        calls: name -> the calls to time.
+        calls: name of a group -> the calls to time.
         num_rounds: number of timed rounds.
         num_warm_up: number of untimed rounds before the timed ones.
         device: device on which the calls compute.
 
     Returns:
-        For each name a list with one entry per call: the seconds that the call took in each round.
+        For each name of a group, a list with one entry per call: the seconds that the call took in each timed round.
     """
     names, seconds = list(calls), {name: [[] for _ in calls[name]] for name in calls}
     with torch.inference_mode():

@@ -26,7 +26,7 @@ class FoundFamily(Family):
 
     returned: tuple[int, ...] = ()  # for each block: length of the tuple it returns; 0 for a tensor
     dim: int = 0
-    limit: int | None = None  # tokens of the longest text
+    limit: int | None = None  # number of tokens of the longest text; None if there is no limit
     origin: str = "structure"
     takes_padding: bool = False
     is_causal: bool = False
@@ -68,7 +68,10 @@ class FoundFamily(Family):
         return logits if self.needs_all else logits.reshape(*hidden.shape[:2], -1)
 
     def _dummy_inputs(self, model: Network, states: Tensor) -> dict[str, Tensor]:
-        """Return inputs with the batch size and length of `states`; their content has no effect on bypassed blocks."""
+        """Return inputs for a call with bypassed blocks, with the batch size and length of `states`.
+
+        The logits of such a call do not depend on the content of the inputs.
+        """
         if self.vision is None:
             return {"input_ids": torch.full(states.shape[:2], self.filler, device=states.device)}
         shape = len(states), self.vision.channels(model), *[self.vision.usual_side(model)] * 2
@@ -76,13 +79,13 @@ class FoundFamily(Family):
 
 
 def scores_of(model: Network, output: Any, probe: Probe) -> dict[str, Any]:
-    """Return the fields `results` and `scalar_scores` of a family from the output of a call.
+    """Return the fields `results` and `scalar_scores` of a `FoundFamily`, found in the output of a call on `probe`.
 
-    Logits of shape (batch, tokens) may be one number per token, or scores of as many classes as the probe has tokens. A
-    second call with one token less tells them apart: only numbers per token become fewer.
+    Logits of shape (batch, tokens) may be one number per token, or class scores if there happen to be as many classes
+    as tokens. A second call on texts with one token less tells them apart: only numbers per token become fewer.
 
     Raises:
-        Unproven: if the output has none of the known fields.
+        Unproven: if the output has none of the fields that may hold logits.
     """
     if isinstance(output, Tensor):
         return {}
@@ -105,10 +108,10 @@ def is_encoder_decoder(model: Network) -> bool:
 def find_blocks(
     model: Network, calls: list[SeenCall], lists: dict[str, list[nn.Module]], probe: Probe
 ) -> tuple[str, list[SeenCall]]:
-    """Return the path of the list of modules that are the blocks, and the calls of these blocks.
+    """Return the path of the list of modules that holds the blocks, and the calls of these blocks.
 
     Raises:
-        Unproven: if there is no such list, or if several lists qualify.
+        Unproven: if no list of modules is a sequence of blocks, or several are.
     """
     chains: dict[str, list[SeenCall]] = {}
     reasons: dict[str, str] = {}
@@ -119,7 +122,7 @@ def find_blocks(
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
-            continue  # a list inside a candidate, or a list that does not run
+            continue  # skip lists inside a sequence of blocks, and lists whose modules do not run
         if (reason := _mismatch(path, members, row, probe)) is None:
             chains[path] = row
         else:
@@ -152,7 +155,10 @@ def _depth(model: Network, probe: Probe) -> int | None:
 
 
 def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: Probe) -> str | None:
-    """Return why a list of modules is not a sequence of blocks; None if it is one."""
+    """Return why the modules `members` of a list are not a sequence of blocks; None if they are.
+
+    `row` are the recorded calls of these modules.
+    """
     if [call.module for call in row] != members:
         return f"the {len(members)} modules of {path} run {len(row)} times in one pass, not once each, in order"
     states = [(call.state, call.result) for call in row]
@@ -174,17 +180,18 @@ def _mismatch(path: str, members: list[nn.Module], row: list[SeenCall], probe: P
 
 
 def _choose(model: Network, chains: dict[str, list[SeenCall]], depth: int | None) -> str:
-    """Return the path of the blocks among the candidate lists.
+    """Choose among the lists of modules that are sequences of blocks (path -> calls); return the path of the blocks.
 
     Raises:
-        Unproven: if several lists have more than one module, or if no list has and the depth in the config is not 1.
+        Unproven: if several lists have more than one module. Also if every list has one module, but the depth in the
+            config is not 1.
     """
     paths = [path for path, row in chains.items() if len(row) > 1]
     if len(paths) > 1:
         two_rows = f"{TWO_ROWS}: " if is_encoder_decoder(model) else ""
         raise Unproven(f"{two_rows}its states pass several rows of blocks: {', '.join(paths)}")
     fitting = [path for path, row in chains.items() if len(row) == depth] or paths
-    if len(fitting) > 1:  # a model of one block, where other lists of one module may also fit
+    if len(fitting) > 1:  # the model has one block, and several lists have one module: choose the most likely list
         fitting = [path for path in fitting if path == (propose_blocks(model) or fitting[0])]
     if not fitting:
         lengths = ", ".join(f"{path} of {len(row)}" for path, row in chains.items())

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from lit_layers.models.block_calls import identity_forward, replaced
 
-# A module of timm or transformers: it has attributes that nn.Module does not declare.
+# Type of a module of timm or transformers. It is Any, because nn.Module does not declare the attributes that we read.
 Network = Any
 
 
 def side_length(size: Any) -> int:
-    """Return the side of square images or patches; configs give one number or a pair."""
+    """Return the side of square images or patches from the size in a config, which is one number or a pair."""
     return int(size) if isinstance(size, int | float) else int(size[0])
 
 
@@ -86,7 +86,8 @@ IMAGES = ("pixel_values",)
 def trunk_of(model: Network) -> Network:
     """Return the model without its head (`base_model` in transformers), or the same model if it has no head."""
     trunk = getattr(model, "base_model", model)
-    # In transformers 5.17, `base_model` of CLIPVisionModelWithProjection returns the model itself, head included.
+    # `base_model` of CLIPVisionModelWithProjection returns the model itself, head included (transformers 5.17). So its
+    # `vision_model` is returned instead.
     is_clip = trunk is model and hasattr(model, "visual_projection") and not hasattr(model, "text_model")
     return getattr(model, "vision_model", trunk) if is_clip else trunk
 
@@ -97,8 +98,8 @@ def text_config(config: Any) -> Any:
 
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
-    """Return vocabulary scores of normed states. If the model has no head, return the normed states unchanged."""
-    # This method finds the head of every class, whose attribute may be `lm_head` or `embed_out`.
+    """Return vocabulary scores of states after the final norm, or if the model has no head, these states."""
+    # `get_output_embeddings` works for all classes, although their heads have different names (`lm_head`, `embed_out`).
     head = model.get_output_embeddings()
     return normed if head is None else head(normed)
 
@@ -114,37 +115,38 @@ def roberta_head(model: Network, hidden: Tensor) -> Tensor:
 
 
 def timm_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of normed states, pooled as the model pools them."""
-    # With average pooling, timm puts the norm (`fc_norm`) after the mean and makes `norm` the identity.
+    """Return class scores of states after the final norm, pooled as the model pools them."""
+    # `forward_head` pools, and with average pooling it also applies the final norm: timm then puts it after the mean
+    # (`fc_norm`) and makes `norm` the identity.
     return model.forward_head(normed)
 
 
 def class_token_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of the class token. If the model has no classifier, return the normed states unchanged."""
+    """Return class scores of the class token, or if the model has no classifier, the states after the final norm."""
     return model.classifier(normed[:, 0]) if hasattr(model, "classifier") else normed
 
 
 def dinov2_head(model: Network, normed: Tensor) -> Tensor:
     """Return class scores from the class token and the mean over patches.
 
-    If the model has no classifier, return the normed states unchanged.
+    If the model has no classifier, return the states after the final norm.
     """
     if not hasattr(model, "classifier"):
         return normed
-    # Register tokens are not patches. `prefix` counts them, so that they do not enter the mean.
+    # `prefix` counts the class token and the register tokens, which are not patches and do not enter the mean.
     patches = normed[:, TRANSFORMERS.prefix(model) :]
     return model.classifier(torch.cat([normed[:, 0], patches.mean(dim=1)], dim=1))
 
 
 def beit_head(model: Network, normed: Tensor) -> Tensor:
-    """Return class scores of the pooled states. If the model has no classifier, return the normed states unchanged."""
+    """Return class scores of the pooled states, or if the model has no classifier, the states after the final norm."""
     return model.classifier(trunk_of(model).pooler(normed)) if hasattr(model, "classifier") else normed
 
 
 def mae_head(model: Network, normed: Tensor) -> Tensor:
     """Return the pixels that the decoder predicts for each patch.
 
-    If the model has no decoder, return the normed states unchanged.
+    If the model has no decoder, return the states after the final norm.
     """
     if not hasattr(model, "decoder"):
         return normed
@@ -155,7 +157,7 @@ def mae_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def clip_head(model: Network, normed: Tensor) -> Tensor:
-    """Return the state of the class token, projected into CLIP's space of images and texts if the model can."""
+    """Return the state of the class token. If the model has a projection into CLIP's joint space, apply it."""
     pooled = normed[:, 0]
     return model.visual_projection(pooled) if hasattr(model, "visual_projection") else pooled
 
@@ -277,7 +279,7 @@ class Family:
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
     def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        """Return for each block a replacement for its `forward`, which returns its input state, or `last` if given.
+        """Return for each block a function to replace its `forward`. It returns its input state, or `last` if given.
 
         The state is returned in the block's own format: as a tensor, or as the first item of a tuple.
         """
@@ -308,7 +310,7 @@ def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm",
 
 
 def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
-    """Return the row of an image family of transformers with its usual class names and paths."""
+    """Return the row of `FAMILIES` for an image model of transformers whose classes and modules are named as usual."""
     classes = (f"{prefix}ForImageClassification", f"{prefix}Model")
     usual = {"classes": classes, "blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
     return Family(name, head=head, inputs=IMAGES, options=(), **(usual | options))
@@ -355,7 +357,7 @@ FAMILIES = (
 
 
 def row_of(model: nn.Module) -> Family | None:
-    """Return the row of a model's class or of its nearest base class; None if there is no row."""
+    """Return the row of `FAMILIES` for a model's class or its nearest base class; None if there is no such row."""
     # Compare names of classes, because isinstance would import timm and transformers. Compare packages too, because
     # torchvision also has a class VisionTransformer, with other attributes.
     for ancestor in type(model).__mro__:
