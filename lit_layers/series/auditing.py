@@ -34,7 +34,7 @@ from lit_layers.series.checkpoint_sources import (
 from lit_layers.series.local_series import SUBMODULE
 
 Level = Literal["listing", "weights"]
-# Faults that an audit of this level cannot find.
+# Faults that an audit cannot find, by its level.
 UNSEEN: Mapping[Level, str] = {
     "listing": "anything but names, sizes and hashes of files, configurations and tokenizers",
     "weights": "weights scaled by one factor up to 2, averages of earlier and later steps, an update applied twice, "
@@ -45,11 +45,11 @@ UNSEEN: Mapping[Level, str] = {
 
 @dataclass(frozen=True)
 class Audit:
-    """The findings on one series. It is clean if all of them are notes.
+    """The findings of an audit on one series. The audit is clean if all findings are notes.
 
     Level `listing` checks names, sizes and hashes of files, level `weights` also checks the values of the weights.
-    `levels` has the level of each checkpoint, `level` the lowest of them. `UNSEEN` lists faults that an audit of a
-    level cannot find.
+    `levels` has the level of each checkpoint, by name. `level` is `listing` if any checkpoint that could be read has
+    this level. `UNSEEN` lists the faults that an audit of each level cannot find.
     """
 
     series: str
@@ -74,9 +74,9 @@ class Audit:
         return tuple(sorted({step for each in found for step in each.steps}))
 
     def verdict(self, checkpoint: Checkpoint) -> str:
-        """Return the verdict on a checkpoint as its measurements record it.
+        """Return the verdict on a checkpoint, which goes into the provenance of its measurements.
 
-        That is `suspect: KINDS`, `note: KINDS (level: LEVEL)` or `clean (level: LEVEL)`.
+        It is `suspect: KINDS`, `note: KINDS (level: LEVEL)` or `clean (level: LEVEL)`; KINDS are kinds of findings.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)
@@ -99,13 +99,13 @@ def audit(
 ) -> Audit:
     """Compare the chosen steps of a series with each other, with its last step and with its main branch.
 
-    One request per revision lists the files on the Hub. Weights on this machine are hashed and read once. The result is
-    cached in `memory`, or else in the series' own folder, if it has one.
+    One request per revision lists the files on the Hub. Weights on this machine are hashed and read once. Their hashes
+    and fingerprints are cached in `memory`, or else in the folder of the series, if it has one.
 
     Args:
         series: the series; its `steps` choose the checkpoints.
         without: names of checkpoints to skip.
-        memory: the cache of hashes and fingerprints; None: the series' own.
+        memory: the cache of hashes and fingerprints; None: the cache of the series, if it has one.
 
     Raises:
         InputError: the series does not exist or cannot be listed.
@@ -131,7 +131,10 @@ def audit(
 
 
 def _prints(steps: Sequence[Checkpoint], memory: Memory | None) -> tuple[dict[str, Fingerprint], list[Finding]]:
-    """Return fingerprints of the weights on this machine, and a finding for each checkpoint that cannot be read."""
+    """Return the fingerprints of checkpoints, by name, and a finding for each checkpoint that cannot be read.
+
+    Only checkpoints with cached fingerprints, or with weights on this machine, have one.
+    """
     prints: dict[str, Fingerprint] = {}
     damaged: list[Finding] = []
     for one in steps:
@@ -157,9 +160,9 @@ def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
 def _findings_of_values(
     listed: Listed, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], findings: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the findings of the rules on equal hashes and on the values of weights.
+    """Return the findings of the rules in `audit_weights`, on equal hashes and on the values of weights.
 
-    Steps that are already suspect are left out of the path of weights.
+    Checkpoints that are suspect by `findings` or by the first of these rules are not used to judge the others.
     """
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
@@ -198,9 +201,9 @@ def broken(listed: Listed) -> Iterator[Finding]:
 
 
 def shared_shards(listed: Listed) -> Iterator[Finding]:
-    """Find weight files that two steps share while their other weight files differ."""
+    """Find weight files that several checkpoints have in common, although their other weight files differ."""
     last = listed.listing.last
-    shards: dict[tuple[str, ...], list[str]] = {}  # by the checkpoints that share them
+    shards: dict[tuple[str, ...], list[str]] = {}  # names of weight files, by the checkpoints that share them
     holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
     compared = [*listed.chosen, *([last] if last is not None and last not in listed.chosen else [])]
     for one in compared:
@@ -224,7 +227,7 @@ def main_differs(listed: Listed) -> Iterator[Finding]:
 
 
 def gaps(listed: Listed) -> Iterator[Finding]:
-    """Find missing steps: those the manifest or run.json expects, or else those of an even spacing."""
+    """Find steps without a checkpoint: expected by the manifest or run.json, or else missing from an even spacing."""
     if listed.series.steps != ALL:
         return
     steps = sorted(one.step for one in listed.listing.checkpoints if one.step is not None)
@@ -234,12 +237,15 @@ def gaps(listed: Listed) -> Iterator[Finding]:
             yield Finding("gap", "belong to the series and are not there", absent)
         return
     holes = [*_holes(steps)]
-    if sum(map(len, holes)) <= len(steps):  # otherwise the steps were saved in bursts
+    if sum(map(len, holes)) <= len(steps):  # with more holes than steps, checkpoints were saved in bursts on purpose
         yield from (Finding("gap", "missing from an even spacing", hole) for hole in holes)
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the steps missing from a spacing that is a multiple of the spacing before and after it."""
+    """Yield the missing steps of each hole between two checkpoints.
+
+    A hole is a distance between two steps that is a multiple of the equal distances before and after it.
+    """
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for index in range(1, len(widths) - 1):
         width = widths[index - 1]
@@ -248,7 +254,7 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """Find steps that the manifest reports as wrong."""
+    """Find checkpoints at steps that the manifest reports as wrong."""
     for step, why in listed.listing.suspect.items():
         yield from (finding("reported", why, [one]) for one in listed.chosen if one.step == step)
 
@@ -266,20 +272,21 @@ _TOKENIZING = {
     *(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "cls", "add_bos", "add_eos")),
     *("add_prefix_space", "do_lower_case", "model_max_length"),
 }
-_SIZE = 0.01  # relative: headers differ by some bytes, precisions by a factor of 2
+_SIZE = 0.01  # relative difference of file sizes that is ignored: headers differ by bytes, precisions by a factor of 2
 
 
-Content = frozenset[tuple[str, Any]]  # (name, value) pairs
+Content = frozenset[tuple[str, Any]]  # (name, value) of each field of a file
 
 
 def differing(
     kind: str, contents: Sequence[tuple[Checkpoint, Content]], *, first_may_differ: bool = False
 ) -> Iterator[Finding]:
-    """Find checkpoints whose content differs from the most frequent one.
+    """Find checkpoints whose content, such as the fields of a file, differs from the most frequent content.
 
-    A change that lasts to the end, or holds from the beginning, for two steps or more is only a note. Trainings make
-    such changes, for example for a longer context. A change that is undone later, or only at the last step, is a fault.
-    If two contents are equally frequent, the checkpoints of both are suspect.
+    Two or more checkpoints with another content at the beginning or end of the series are only noted. Trainings make
+    such changes, for example for a longer context. A change that is undone later is a fault, and so is a change at the
+    last checkpoint, or at the first unless `first_may_differ`. If two contents are equally frequent, the checkpoints
+    of both are suspect.
     """
     counts = Counter(content for _, content in contents)
     most = max(counts.values(), default=0)
@@ -313,7 +320,10 @@ def _differences(content: Content, usual: Content) -> str:
 def changes(
     chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], damaged: Collection[str]
 ) -> Iterator[Finding]:
-    """Find steps that differ in what a training should not change; `damaged` ones are left out of the sizes."""
+    """Find checkpoints that differ in what a training should not change, such as the tokenizer or shapes of tensors.
+
+    The file sizes of the `damaged` checkpoints, given by name, are not compared.
+    """
     read = [(one, prints[one.name]) for one in chosen if one.name in prints]
     yield from other_config(chosen)
     yield from other_tokenizer(chosen)
@@ -321,14 +331,15 @@ def changes(
     shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
     yield from differing("other tensors", shapes)
     precisions = [(one, frozenset({("precision", each.precision)})) for one, each in read]
-    yield from differing("other precision", precisions, first_may_differ=True)  # training may start from another model
+    # A training may start from a model in another precision.
+    yield from differing("other precision", precisions, first_may_differ=True)
     whole = [one for one in chosen if one.name not in damaged]
     if len(read) < len(whole):
         yield from other_size(whole)
 
 
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find steps whose config.json defines another model."""
+    """Find checkpoints whose config.json defines another model than that of the other checkpoints."""
     yield from _other_content("other config", chosen, CONFIG, _config)
 
 
@@ -341,7 +352,7 @@ def _config(text: str) -> Content:
 
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find steps whose tokenizer splits text in another way; the files may differ if the tokens do not."""
+    """Find checkpoints whose tokenizer splits text in another way; the files may differ if the tokens do not."""
     yield from _other_content("other tokenizer", chosen, TOKENIZER, _tokenizer)
     yield from _other_content("other tokenizer", chosen, TOKENIZER_CONFIG, _settings)
 
@@ -351,7 +362,10 @@ def _tokenizer(text: str) -> Content:
 
 
 def _settings(text: str) -> Content:
-    """Return the settings that decide the tokens of a text; options of special tokens and null values are dropped."""
+    """Return the fields of a tokenizer_config.json that decide how a text is split into tokens.
+
+    A special token is reduced to its text, and null values are dropped.
+    """
     settings = json.loads(text)
     chosen = {name: settings[name] for name in _TOKENIZING & settings.keys() if settings[name] is not None}
     return frozenset(
@@ -362,16 +376,19 @@ def _settings(text: str) -> Content:
 def _other_content(
     kind: str, chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Content]
 ) -> Iterator[Finding]:
-    """Find steps whose file has another content; files are read only if their listed hashes differ."""
+    """Find checkpoints whose file `name`, read by `parsed`, has another content than that of the other checkpoints.
+
+    The files are read only if their listed hashes differ.
+    """
     listed = [(one, one.source.files[name].hash) for one in chosen if name in one.source.files]
     read: dict[str, Content | None] = {}
     for one, hash_ in listed if len({hash_ for _, hash_ in listed}) > 1 else ():
         if hash_ not in read:
             try:
                 read[hash_] = parsed(one.source.read(name).decode("utf-8", errors="replace"))
-            except Exception:  # tokenizers raises bare Exception
+            except Exception:  # the tokenizers library raises a bare Exception for a damaged file
                 read[hash_] = None
-    if all(content is None for content in read.values()):  # a newer library wrote them: compare their hashes
+    if all(content is None for content in read.values()):  # written by a newer library: compare hashes instead
         read = {hash_: frozenset({(f"hash of {name}", hash_)}) for hash_ in read}
     pairs = [(one, read[hash_]) for one, hash_ in listed if read]
     yield from (finding("damaged", f"its {name} is damaged", [one]) for one, content in pairs if content is None)
@@ -379,7 +396,7 @@ def _other_content(
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find steps whose weight files have another total size; used for weights that are not on this machine."""
+    """Find checkpoints whose weight files have another total size; used if some weights are not on this machine."""
     loaded = [(one, *next(iter(by_format.items()))) for one in chosen if (by_format := formats(one.source.files))]
     usual = Counter(kind for _, kind, _ in loaded).most_common(1)
     sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
@@ -390,7 +407,10 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find steps that record another step than their name; if most differ by the same number, that is no fault."""
+    """Find checkpoints whose files record another step than their name says.
+
+    If most of them differ by the same number of steps, that number is not a fault.
+    """
     recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
     shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]
     usual = Counter(shift for _, shift in shifts).most_common(1)
@@ -402,7 +422,7 @@ def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 class SeriesMeasurements:
-    """The measurements of a series in one run folder, with the verdicts that they record."""
+    """The measurements of a series in one run folder, with the verdicts of audits that are recorded in them."""
 
     def __init__(self, root: Path) -> None:
         self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have been renamed since
@@ -411,7 +431,8 @@ class SeriesMeasurements:
     def run_of(self, checkpoint: Checkpoint) -> str:
         """Return the name of the run that the checkpoint's measurements belong to.
 
-        That is the name of the root's run, or, if the series is a set of models without steps, the model's name.
+        That is the checkpoint's own `run`, if it has one. Otherwise it is the name of the run in the folder or, if the
+        series is a set of models without steps, the name of the model.
         """
         if checkpoint.run is not None:
             return checkpoint.run
@@ -420,20 +441,21 @@ class SeriesMeasurements:
     def refuse_another(
         self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse checkpoints of another model than that of the root's measurements.
+        """Refuse checkpoints of another model than the one that was measured in this run folder.
 
-        Otherwise measurements of two models would form one curve, or replace each other.
+        Otherwise measurements of two models would form one curve, or replace each other. `weights` returns the field of
+        provenance that identifies a checkpoint's weights, and its value.
 
         Raises:
-            InputError: the root holds measurements of another series or model.
+            InputError: the folder holds measurements of another series or model.
         """
         for run in dict.fromkeys(map(self.run_of, checkpoints)):
             self._refuse_another_model(run, [one for one in checkpoints if self.run_of(one) == run], weights)
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Return today's verdict, or that of an earlier audit that found the same files suspect.
+        """Return the verdict `today`, or the verdict of an earlier audit that found the same files suspect.
 
-        Only an audit of all weights (`whole`) overrides an earlier suspicion.
+        An earlier suspicion ends only by an audit of the whole series (`whole`) that has read the checkpoint's weights.
         """
         if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today
@@ -441,13 +463,16 @@ class SeriesMeasurements:
         return next(earlier, today)
 
     def correct_verdicts(self, checkpoint: Checkpoint, verdict: str) -> None:
-        """Write the measurements of these files again if their verdict changes between suspect and not suspect."""
+        """Write a checkpoint's measurements again if their verdict changes between suspect and not suspect."""
         for m in self._current(checkpoint):
             if records.is_suspect(m) != is_suspect(verdict):
                 self.store.add(replace(m, provenance={**m.provenance, "audit": verdict}))
 
     def _current(self, checkpoint: Checkpoint) -> list[Measurement]:
-        """Return measurements of the checkpoint's current files, or of unknown files if made during training."""
+        """Return the measurements of a checkpoint that belong to its current weight files.
+
+        Measurements that record no weight files, because they were made during training, are included.
+        """
         run, files = self.run_of(checkpoint), checkpoint.source.weights()
         of_step = (m for m in self.store if (m.run, m.step) == (run, checkpoint.step))
         return [m for m in of_step if m.provenance.get("weight_files") in (None, files)]
@@ -455,11 +480,11 @@ class SeriesMeasurements:
     def _refuse_another_model(
         self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse numbers of a second model in the run of a first one.
+        """Refuse checkpoints if the measurements of the same run are those of another model.
 
-        A model is identified by its repository, or by the folder of its steps. A moved model is recognised by equal
-        weights; a moved series must also have kept its name. Measurements without an origin belong to the training
-        in the root, if there was one.
+        A model is identified by its repository, or by the folder that contains its checkpoints. A model that was moved
+        is recognised by equal weights; a series that was moved must also have kept its name. Measurements that record
+        no origin belong to the training in the run folder, if there was one.
         """
         root = self.store.path.parent
         home, step, here = _real(root), checkpoints[0].step, checkpoints[0].origin()
@@ -482,7 +507,10 @@ class SeriesMeasurements:
 
 
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
-    """Return a model's repository (with a revision that is no step) or folder; None if no origin is recorded."""
+    """Return what identifies a model in its provenance: its repository or folder; None if neither is recorded.
+
+    A repository has the revision appended, unless that is the branch of a step or `main`.
+    """
     checkpoint = source.get("checkpoint")
     if checkpoint is None:
         return None
@@ -494,7 +522,7 @@ def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
 
 
 def _real(folder: str | Path) -> str:
-    """Return the folder's path without links."""
+    """Return the absolute path of a folder, with links resolved."""
     return os.path.realpath(folder)
 
 

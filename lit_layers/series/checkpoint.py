@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and l
 
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
-    "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # later stages count from 0 again
+    "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # stage 1: later stages count from 0 again
     "continued": r"stage\d+-step-(?P<step>\d+)",  # steps count on through all stages
     "checkpoint": r"(checkpoint|ckpt|iter|global_step)[-_]?(?P<step>\d+)",
 }
@@ -82,7 +82,7 @@ class Grammar:
 
 
 def _number(text: str) -> int:
-    """Return 210 for 210B and 15,000 for 15T."""
+    """Return the number in part of a checkpoint's name: 210 for 210B (billions of tokens), 15,000 for 15T."""
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 
@@ -104,7 +104,7 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
     chooses its steps that are listed, and the last listed step.
 
     Raises:
-        InputError: a step of a list is not there, or `steps` has another form.
+        InputError: `steps` lists a step that is not in `listed`, or is none of these.
     """
     if steps == ALL:
         return sorted(listed)
@@ -145,11 +145,11 @@ class Checkpoint:
     source: Source = field(repr=False)
     step: int | None = None
     tokens: int | None = None
-    has_series: bool = True  # False: a single model, whose run is named after the root
-    run: str | None = None  # name of the run; None: the name of the root's run, or of a model in a set
+    has_series: bool = True  # False: a single model, whose measurements get the run name of the run folder
+    run: str | None = None  # name of the run; None: the run of the folder or, in a set of models, the model's name
 
     def fetch(self) -> Path:
-        """Return a local folder with the model, downloaded if necessary; safe to call in a thread."""
+        """Return a local folder with the model, downloaded if necessary. Several threads may call this at once."""
         return self.source.fetch()
 
     def load(self, *, dtype: "torch.dtype | None" = None, offload: "Offload | None" = None) -> "nn.Module":
@@ -197,10 +197,10 @@ class Listing:
     Args:
         checkpoints: all checkpoints, in step order.
         main: the branch `main`, which has no step.
-        main_is_last: whether `main` should equal the last step; None: unknown.
+        main_is_last: whether the weights of `main` should equal those of the last step; None: unknown.
         expected: all steps of the series; None: unknown.
         warm_up: steps up to this one may have equal weights, because the first learning rate may be 0.
-        suspect: reasons why steps are known to be wrong although their hashes do not show it.
+        suspect: for each step known to be wrong although its file hashes do not show it, the reason in words.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -221,8 +221,8 @@ class Series(ABC):
 
     name: str
     steps: Steps = "all"
-    is_single = False  # one model, which has no other checkpoints to be audited against
-    untrained: int | None = None  # seed of new weights that replace the model's own
+    is_single = False  # True: one model, which is not audited, because there are no checkpoints to compare it with
+    untrained: int | None = None  # seed of the random weights that replace the model's own; None: keep its own
     memory: Memory | None = None  # cached fingerprints of weights, if the series has a folder on this machine
 
     @abstractmethod
@@ -262,7 +262,7 @@ class Series(ABC):
 
 
 def ordered(names: Iterable[str], grammar: Grammar | None) -> list[StepName]:
-    """Return the names that are steps, in step order; the longest name of each step."""
+    """Return the names that match the grammar, in step order. If several have the same step, the longest is used."""
     parsed = (grammar.parse(name) for name in sorted(names, key=lambda name: (len(name), name)) if grammar is not None)
     by_step = {name.step: name for name in parsed if name is not None}
     return [by_step[step] for step in sorted(by_step)]
@@ -272,7 +272,10 @@ THREAD = "prefetch"
 
 
 class _Download(Future[Path]):
-    """A download in a daemon thread, so that the process can end before it. An executor's thread would be joined."""
+    """A download of a checkpoint in a daemon thread, which starts when the downloads `after` are complete.
+
+    The process can end before the download does. A ThreadPoolExecutor would wait for it.
+    """
 
     def __init__(self, checkpoint: Checkpoint, after: Sequence[Future[Path]]) -> None:
         super().__init__()
@@ -282,11 +285,14 @@ class _Download(Future[Path]):
         wait(after)
         try:
             self.set_result(checkpoint.fetch())
-        except BaseException as error:  # `result` raises it
+        except BaseException as error:  # `result` raises it in the thread that waits
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait in steps of a second: a Ctrl-C just before a wait begins is raised only when that wait ends."""
+        """Wait for the download, one second at a time, so that Ctrl-C is noticed.
+
+        Ctrl-C just before a wait begins is raised only when that wait ends.
+        """
         while timeout is None and not self.done():
             wait([self], 1)
         return super().result(timeout)

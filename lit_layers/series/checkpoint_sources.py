@@ -24,7 +24,7 @@ from lit_layers.errors import InputError, no_folder
 from lit_layers.files.durable import on_disk, replace_file
 from lit_layers.files.hub import Hub, ListedFile, content_hash
 
-if TYPE_CHECKING:  # torch is imported inside functions, as in checkpoint.py
+if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and listing files does not need it
     import torch
     from torch import Tensor, nn
 
@@ -48,12 +48,12 @@ def formats(files: Mapping[str, ListedFile]) -> dict[Format, dict[str, ListedFil
 NUM_SAMPLES = 2048  # sampled values of each tensor: 500 tensors x 2048 x 4 B = 4 MB per checkpoint
 FOLDER = ".audit"
 _VERSION = 4  # version of the cached fingerprints; increase it when their content changes
-_VALUES = 2**20  # values read at a time
+_VALUES = 2**20  # values of a tensor that are read at a time, to limit memory
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts about one tensor; `norm` is the Euclidean norm of its finite values, `num_broken` counts the others."""
+    """Facts about one tensor. `norm` is the Euclidean norm of its finite values, `num_broken` the number of others."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class TensorFacts:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the tensor is a matrix with enough values for the audit's statistics."""
+        """Whether the tensor has two or more dimensions, and enough values for the audit's statistics."""
         return len(self.shape) >= 2 and self.count >= 128
 
 
@@ -74,9 +74,9 @@ class TensorFacts:
 class Fingerprint:
     """Facts, digest and samples of one checkpoint's tensors.
 
-    `digest` hashes names, shapes and values in float32. It does not depend on the file layout, nor on the precision if
-    that holds the values exactly. `samples` has up to `NUM_SAMPLES` values per tensor, from the same positions at every
-    checkpoint.
+    `digest` hashes the names, shapes and values of the tensors, with the values converted to float32. It does not
+    change if the same values are stored in other files or in another precision. `samples` has up to `NUM_SAMPLES`
+    values per tensor, from the same positions in every checkpoint.
     """
 
     tensors: Mapping[str, TensorFacts]
@@ -85,9 +85,10 @@ class Fingerprint:
 
     @property
     def precision(self) -> str:
-        """Coarsest precision that holds every sampled value of the matrices, or else the stored data type.
+        """Coarsest precision that represents every sampled value of the matrices exactly, or else the stored data type.
 
-        A matrix rounded to 8 bits has at most 256 different values. One with a scale per row is not recognised.
+        It is `8 bits` if most matrices have at most 256 different values. Rounding to 8 bits with a scale per row is
+        not recognised.
         """
         import torch
 
@@ -103,7 +104,7 @@ class Fingerprint:
 
 
 def fingerprint(tensors: Iterator[tuple[str, "Tensor"]]) -> Fingerprint:
-    """Return the fingerprint of these tensors, reading one at a time."""
+    """Return the fingerprint of a checkpoint with these tensors, reading one tensor at a time."""
     facts: dict[str, TensorFacts] = {}
     samples: dict[str, Tensor] = {}
     digests: dict[str, bytes] = {}
@@ -129,7 +130,7 @@ def _facts(tensor: "Tensor") -> tuple[TensorFacts, "Tensor", bytes]:
 
 
 def _sample_ids(count: int) -> "Tensor":
-    """Return up to `NUM_SAMPLES` positions among `count` values, the same at every call.
+    """Return up to `NUM_SAMPLES` positions in a tensor of `count` values, the same at every call.
 
     Multiples of the golden ratio spread evenly and do not align with the rows of any matrix.
     """
@@ -155,7 +156,7 @@ class Memory:
         self.folder = root / FOLDER
 
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
-        """Return the cached hash of a file, or of a named `part` of it; compute it if the file has changed."""
+        """Return the cached hash of a file, or of a named `part` of it. If the file is new or changed, compute it."""
         name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)
         saved = self._hashes.get(name)
         if saved is None or saved[0] != key:
@@ -173,7 +174,7 @@ class Memory:
             return {}
 
     def get(self, name: str, key: Any) -> Fingerprint | None:
-        """Return the cached fingerprint of a checkpoint; None if there is none or `key` differs."""
+        """Return the cached fingerprint of a checkpoint; None if there is none, or if its weights had another `key`."""
         import torch
 
         try:
@@ -226,7 +227,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def files(self) -> Mapping[str, ListedFile]:
-        """Names, sizes and hashes of the files at the top level, known without a download."""
+        """Names, sizes and hashes of the files of the checkpoint, known without a download; subfolders are left out."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
@@ -259,7 +260,7 @@ class Source(ABC):
         return True
 
     def identity(self) -> Any:
-        """Return a value that changes with the weights, without reading them: their listed hashes."""
+        """Return a value that changes if the weights do: their listed hashes, for which no weights are read."""
         return self.weights()
 
     def tensors(self) -> Iterator[tuple[str, "Tensor"]]:
@@ -318,13 +319,13 @@ class FolderSource(Source):
 
 @dataclass(frozen=True)
 class HubSource(Source):
-    """One commit of a repository; `revision` is the branch that pointed to it when it was listed."""
+    """One commit of a repository. `revision` is the branch or tag that pointed to it when the branches were listed."""
 
     hub: Hub = field(compare=False, repr=False)
     repo: str
     revision: str
     commit: str
-    reason: str | None = None  # why the repository cannot be used
+    reason: str | None = None  # why the repository cannot be used; None: it can
     _downloaded: list[Path] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
@@ -376,7 +377,7 @@ class HubSource(Source):
 
 
 def companions(folder: Path, memory: Memory | None = None, *, weights: bool = False) -> dict[str, ListedFile]:
-    """List config and tokenizer files of a folder, and weight files if `weights` is set; hash only these."""
+    """Return size and hash of the config and tokenizer files of a folder and, with `weights`, of its weight files."""
     names = tuple(stem for stem, _ in STEMS.values())
     listed: dict[str, ListedFile] = {}
     for path in sorted(each for each in folder.iterdir() if each.is_file()):
@@ -426,7 +427,7 @@ class ModelFiles(Source):
     def __init__(self, model: str | Path, *, revision: str | None = None, untrained: int | None = None) -> None:
         self.model, self.revision, self.untrained = os.fspath(model), revision, untrained
         self.local = os.path.isdir(self.model)
-        # A folder is never read as a name of the Hub.
+        # The absolute path keeps transformers from taking the name of a folder for a name on the Hub.
         self.location = os.path.abspath(self.model) if self.local else self.model
         self.commit: str | None = None
         if self.local:
@@ -443,13 +444,13 @@ class ModelFiles(Source):
 
     @property
     def files(self) -> Mapping[str, ListedFile]:
-        return {}  # one model is not audited
+        return {}  # a single model is not audited, so that its files need no hashes
 
     def path_of(self, file: str) -> Path:
-        """Return the local path of a file of the model, downloaded if the model is the Hub's.
+        """Return the local path of a file of the model, downloaded if the model is on the Hub.
 
         Raises:
-            InputError: the file is not available; caused by a FileNotFoundError if the model has no such file.
+            InputError: the file is not available. Its `__cause__` is a FileNotFoundError if the model has no such file.
         """
         if not self.local:
             at = f" at revision {self.revision}" if self.revision else ""
@@ -495,6 +496,6 @@ class ModelFiles(Source):
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a name can be a repository of the Hub; `a/b` cannot if there is a local folder `a`."""
+    """Return whether a name can be that of a repository on the Hub; `a/b` cannot if there is a local folder `a`."""
     is_spelled_so = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) is not None
     return is_spelled_so and not ("/" in name and Path(name).parent.is_dir())

@@ -18,7 +18,7 @@ from lit_layers.schema import run_facts
 from lit_layers.series.checkpoint import Checkpoint, Grammar, Listing, Series, StepName, ordered, recognize
 from lit_layers.series.checkpoint_sources import CONFIG, FolderSource, Memory, ModelFiles, Source, companions
 
-if TYPE_CHECKING:  # torch is imported inside functions, as in checkpoint.py
+if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and listing files does not need it
     import torch
     from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ class _LocalSeries(Series):
         self.memory: Memory = Memory(self.root)
 
     def _checkpoint(self, name: StepName, source: Source, run: Mapping[str, Any]) -> Checkpoint:
-        """Return a checkpoint; its token count includes the tokens seen before its run began."""
+        """Return the checkpoint at a step; its token count includes the tokens seen before its run began."""
         first, before = _beginning(run)
         per_step = self.tokens_per_step or run.get("tokens_per_step")
         tokens = None if before is None else name.tokens(per_step, first, before)
@@ -83,12 +83,13 @@ class StepFolders(_LocalSeries):
         until = None if schedule is None else Schedule(schedule).steps_to(found[-1].step, _beginning(run)[0])
         return Listing(
             tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in found),
-            expected=None if until is None else tuple(until),  # up to the last step found, in case of an interruption
+            # Steps after the last checkpoint are not expected, because the training may have been interrupted.
+            expected=None if until is None else tuple(until),
         )
 
 
 def _beginning(run: Mapping[str, Any]) -> tuple[int, int | None]:
-    """Return the step and tokens at which a run began; not zero if it started from another run's checkpoint."""
+    """Return the step and tokens at which a run began: zero, unless it started from a checkpoint of another run."""
     beginning = run.get("origin") or {}
     return beginning.get("step", 0), beginning.get("tokens", 0)
 
@@ -101,7 +102,7 @@ _COUNTED = "n_averaged"  # a counter that torch's AveragedModel adds to the tens
 class NetworkTensors:
     """Names and shapes of the tensors of the network that a folder's config.json describes.
 
-    `rows` is the size of its vocabulary.
+    With them, the network is found in a Lightning checkpoint. `rows` is the size of its vocabulary.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,7 +116,9 @@ class NetworkTensors:
         self.rows: int | None = getattr(getattr(network, "config", None), "vocab_size", None)
 
     def fitted(self, path: Path, prefix: str) -> dict[str, "Tensor"]:
-        """Return the network's tensors from a file, without prefix and without padding rows of the vocabulary.
+        """Return the network's tensors from a Lightning checkpoint, without padding rows of the vocabulary.
+
+        `prefix` is the beginning of their names in the file, and is removed.
 
         Raises:
             InputError: a tensor is missing, unknown or of another shape.
@@ -126,7 +129,7 @@ class NetworkTensors:
             if name in own and shape and shape[0] == self.rows:
                 own[name] = own[name][: shape[0]]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # without prefix: the file may hold others
+        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # without prefix, other tensors are ignored
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
             raise InputError(
@@ -136,7 +139,9 @@ class NetworkTensors:
         return {name: own[name] for name in self.shapes}
 
     def prefix_in(self, path: Path, model: str | None) -> str:
-        """Return the prefix of the network's tensors: of the submodule `model`, or of the only one that fits.
+        """Return the prefix of the names of the network's tensors in a Lightning checkpoint.
+
+        It is the name of the submodule that holds the network: `model` or, if that is None, the only one that fits.
 
         Raises:
             InputError: no submodule fits, or several fit and hold different tensors.
@@ -176,13 +181,13 @@ def _quoted(prefix: str) -> str:
 
 
 WEIGHTS, SUBMODULE = "model.safetensors", "submodule"
-DESCRIBED = "network"  # entry of a checkpoint of our modules that holds the content of config.json
+DESCRIBED = "network"  # key of the content of config.json in Lightning checkpoints that this package wrote
 
 
 class LightningCheckpoints(_LocalSeries):
     """The `.ckpt` files of a Lightning project, in the order of the optimizer steps that they record.
 
-    The project's module may hold the network, of a known family, under any name.
+    The network may be a submodule of any name of the project's LightningModule. Its model family must be known.
 
     Args:
         root: a folder, which is searched with its subfolders, or one file.
@@ -218,7 +223,8 @@ class LightningCheckpoints(_LocalSeries):
         for path in paths:
             by_step.setdefault(read_lightning(path)["global_step"], path)
         prefix = ""
-        for step in sorted({min(by_step), max(by_step)}):  # an average of the weights equals them at the first step
+        # Two files are checked: only in the last does an average of the weights differ from the weights themselves.
+        for step in sorted({min(by_step), max(by_step)}):
             prefix = expected.prefix_in(by_step[step], self.model)
         return Listing(
             tuple(
@@ -254,7 +260,10 @@ class LightningSource(FolderSource):
 
     @functools.cached_property
     def files(self) -> Mapping[str, ListedFile]:
-        """The files as a folder would hold them. The weights' hash leaves out the optimizer, to find copies."""
+        """The files that a model folder with this network would have.
+
+        The hash of the weights does not depend on the optimizer's state, so that an audit finds copies of weights.
+        """
         size = sum(tensor.numel() * tensor.element_size() for tensor in self._state().values())
         digest = self.memory.hash_of(self.path, self._hash, part=self.prefix)
         return {**companions(self.folder), WEIGHTS: ListedFile(WEIGHTS, size, digest)}
@@ -290,7 +299,7 @@ class LightningSource(FolderSource):
 
 @functools.cache
 def _written(described: str) -> Scratch:
-    """Write a network's config.json, without the padding of its vocabulary, to a temporary folder and return it."""
+    """Return a temporary folder with the config.json of a network, whose vocabulary size is that without padding."""
     settings, scratch = json.loads(described), Scratch()
     if "unpadded_vocab_size" in settings:
         settings["vocab_size"] = settings.pop("unpadded_vocab_size")
