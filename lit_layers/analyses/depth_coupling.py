@@ -201,7 +201,7 @@ class _Blocks:
             sign=self.options.sign,
             undefined="nan",
         )
-        # a pair with an undefined Jacobian is NaN, because a zero Jacobian has no directions
+        # Set pairs with an undefined Jacobian to NaN, because a zero Jacobian has no directions.
         rows = rows[:, :, 0].masked_fill(no_direction[:, None] | undefined, math.nan)  # (k, prompts, blocks)
         return {"miscoupling": rows.movedim(1, -1)}
 

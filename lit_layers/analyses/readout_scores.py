@@ -23,7 +23,10 @@ NO_LABEL = -100
 
 
 class Rows(NamedTuple):
-    """The tokens that are scored, or whole prompts if the head pools (then `position` is 0)."""
+    """The tokens that are scored.
+
+    If the head gives one prediction per prompt, the rows are the prompts, and `position` is 0.
+    """
 
     prompt: Tensor  # (rows,)
     position: Tensor  # (rows,)
@@ -46,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over each prompt's rows, in float64 on the CPU."""
+    """Sums over each prompt's rows, in float64 on the CPU. `n` counts the readouts, such as layers."""
 
     loss: Tensor  # (*n, prompts)
     hits: Tensor  # (*n, prompts)
@@ -56,7 +59,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
-        """Sum loss, hit and divergence (3, *n, rows) over each prompt, as returned by `FullModel.scores`."""
+        """Sum the scores (3, *n, rows) of several readouts, as `FullModel.scores` returns them, over each prompt."""
         prompt = rows.prompt.cpu()
         values = values.double().cpu()
         loss, hits, divergence = values.new_zeros(*values.shape[:-1], num_prompts).index_add_(-1, prompt, values)
@@ -127,8 +130,8 @@ class FullModel:
     def scores(self, logits: Tensor) -> Tensor:
         """Return loss, hit and KL(full model || these logits) of each row, (3, rows).
 
-        Loss and hit are 0 without a label, and NaN if the logits are. The log-softmax is in float32 or wider. The
-        divergence of equal logits is exactly 0.
+        The hit is 1 if the class with the largest logit is the target, otherwise 0. Loss and hit are 0 without a label,
+        and NaN if the logits are. The log-softmax is in float32 or wider. The divergence of equal logits is exactly 0.
         """
         log_proba = _log_softmax(logits)
         divergence = self._negative_entropy - torch.linalg.vecdot(self._share, log_proba)
@@ -250,7 +253,7 @@ class Lens(ReadoutAnalysis):
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         rows = rows_of(self.name, seen, batch)
-        values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # a batch may predict nothing
+        values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # for a batch without rows to score
         values += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
         return Sums.add_up(torch.cat(values, dim=-1), rows, len(seen.mask))._asdict()
 
@@ -344,7 +347,7 @@ class Interventions(ReadoutAnalysis):
         trajectory = replace(trajectory)  # a copy without the logits, which are large and no longer needed
         chosen = self.chosen(model)
         by_variant: list[Tensor] = [torch.zeros(3, len(rows.prompt), dtype=torch.float64)] * len(chosen)
-        if full:  # a batch may predict nothing
+        if full:  # there are rows to score
             # The full model is scored by its own logits, so that its divergence is exactly 0.
             by_variant = [torch.cat([each.own_scores for each in full], dim=-1)] * len(chosen)
             orders = SharedPrefixes([variant.schedule for variant in chosen], model.num_layers)
@@ -372,7 +375,10 @@ class Interventions(ReadoutAnalysis):
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
-    """Yield the records of one variant, or of the mean over several, taken within each prompt."""
+    """Yield the records of the variant at one index or, for several indices, of the mean over these variants.
+
+    The mean is taken within each prompt.
+    """
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):
         fields: Any = {"layer": layer, "tags": tags, "counted": "num_tokens"}

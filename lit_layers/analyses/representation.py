@@ -80,17 +80,17 @@ MISSING_ANGLES: Key = ("num_missing_angles", None, None)
 class Representation(Analysis):
     """Entropies, ranks and curvature of the states at every layer, and their means over layers 1..L.
 
-    Records of means over layers have no `layer`. Computed on each prompt's tokens, then averaged over prompts:
-    `prompt_entropy` (tag `normalization`), `effective_rank`, `participation_ratio` and, optionally, `rankme`. Each is
-    measured with all tokens and without the first (tag `drop_first`), because a single sink token of huge norm brings
-    the entropy to about 0. `token_curvature` is a mean over defined angles; the tag `num_missing_angles` counts
+    Records of means over layers have no `layer`. `prompt_entropy` (tag `normalization`), `effective_rank`,
+    `participation_ratio` and, optionally, `rankme` are computed on each prompt's tokens, then averaged over prompts.
+    Each is measured with all tokens and without the first (tag `drop_first`), because a single sink token of huge norm
+    brings the entropy to about 0. `token_curvature` is a mean over defined angles; the tag `num_missing_angles` counts
     undefined ones. A prompt enters the mean over layers if it has a value at each of them. The entropy of one token is
     undefined: prompts of one token are left out of `prompt_entropy` in every normalization, and counted in
     `num_undefined`.
 
-    Computed on one pooled vector per prompt: `dataset_entropy`, and `dataset_entropy_of_half`, the mean over
-    `num_halves` random halves of the prompts. The spread over halves gives both intervals (delete-half jackknife), as
-    resampling with replacement would repeat rows and lower the value.
+    `dataset_entropy` is computed on one pooled vector per prompt. `dataset_entropy_of_half` is its mean over
+    `num_halves` random halves of the prompts. The spread over halves gives the intervals of both (delete-half
+    jackknife), as resampling with replacement would repeat rows and lower the value.
 
     Options that differ from their defaults are tags. The model runs in float32 or wider.
 
@@ -331,15 +331,15 @@ SET_METRICS = "alpha_req", "random_alpha_req", "two_nn_dimension", "random_two_n
 class StateGeometry(Analysis):
     """Spectrum, dimension and direction of the states at every layer, and how much each block changes them.
 
-    Computed on the tokens of all prompts as one set, `num_tokens` from each prompt: `alpha_req`, `two_nn_dimension` and
-    `anisotropy`. `random_alpha_req` and `random_two_nn_dimension` use the same values with each feature shuffled over
-    the tokens. Intervals come from `num_halves` random halves of the prompts. Their mean is the metric `NAME_of_half`,
-    which differs from the value of all prompts because a half has fewer tokens.
+    `alpha_req`, `two_nn_dimension` and `anisotropy` are computed on one set of tokens, `num_tokens` from each prompt.
+    `random_alpha_req` and `random_two_nn_dimension` are computed on the same set after each feature is shuffled over
+    the tokens. Intervals come from `num_halves` random halves of the prompts. The mean over the halves is the metric
+    `NAME_of_half`, which differs from the value of all prompts because a half has fewer tokens.
 
-    Computed on each prompt, then averaged over prompts: `massive_activation` over all real tokens, and
-    `random_massive_activation`, its value for normally distributed entries. `block_influence` and `step_ratio`, of the
-    block whose output is the layer, are averaged over the tokens of a prompt, then over prompts. The tag
-    `num_undefined_tokens` counts tokens without a value. Records of means over layers 1..L have no `layer`.
+    `massive_activation` is computed on all real tokens of each prompt, then averaged over prompts.
+    `random_massive_activation` is its value for normally distributed entries. `block_influence` and `step_ratio`
+    describe the block whose output is the layer. They are averaged over the tokens of a prompt, then over prompts. The
+    tag `num_undefined_tokens` counts tokens without a value. Records of means over layers 1..L have no `layer`.
 
     An untrained model is a baseline for all metrics: step 0 of a run, or `analyze --untrained`. States come from the
     forward pass that analyses share, so no block runs again. The model runs in float32 or wider.
@@ -368,7 +368,10 @@ class StateGeometry(Analysis):
     states: States = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the chosen rows (layers + 1, dim, rows), `num_rows` from each prompt, and the values of prompts."""
+        """Return the values of each prompt, and the states of the set of tokens (layers + 1, dim, tokens).
+
+        `num_rows` (prompts,) is how many of these tokens belong to each prompt.
+        """
         mask = seen.mask
         chosen = _spread_tokens(mask, self.drop_first, self.num_tokens)
         used = drop_first_tokens(mask, self.drop_first).cpu()
@@ -397,7 +400,11 @@ class StateGeometry(Analysis):
         yield from self._set_records(prompt_vectors(batches["rows"]), batches["num_rows"])
 
     def _set_records(self, rows: Tensor, num_rows: Tensor) -> Iterator[Record]:
-        """Yield the records of rows (layers + 1, rows, dim), of which `num_rows` (prompts,) belong to each prompt."""
+        """Yield the records of the metrics that are computed on one set of tokens of all prompts.
+
+        `rows` (layers + 1, tokens, dim) are its states. The first `num_rows[0]` tokens belong to the first prompt, the
+        next `num_rows[1]` to the second, and so on.
+        """
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
         # which states are not finite, (layers + 1, rows)
         broken = (~rows.isfinite().all(-1)).double()
@@ -410,7 +417,7 @@ class StateGeometry(Analysis):
         by_layer = [_set_values(layer, choices, (self.first_rank, self.last_rank)) for layer in rows if len(prompts)]
         for metric in SET_METRICS:
             found = [row[metric] for row in by_layer] or [rows.new_tensor([torch.nan])] * len(rows)
-            # (layers + 1, 1 + halves): of all prompts, then of random halves
+            # (layers + 1, 1 + halves): column 0 is of all prompts, the others are of random halves
             values = torch.stack(found)
             halves = values[:, 1:] if values.shape[1] > 1 else None
             tags = self.tags(metric) | missing_tag("", ~used)
@@ -422,7 +429,10 @@ class StateGeometry(Analysis):
 
 
 def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
-    """Return the values (choices,) of several subsets of one layer's points, and baselines of the first subset only."""
+    """Return the values (choices,) of each metric at one layer, for several subsets of its points.
+
+    `choices` are the indices of the points of each subset. The random baselines have only the value of the first one.
+    """
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
     distances, point = geometry.merged_distances(points, computed_in)

@@ -21,7 +21,7 @@ from lit_layers.records import Record
 def measure_speed(
     model: nn.Module, compared: Sequence[Variant], batch: Batch, *, num_rounds: int = 20, num_warm_up: int = 3
 ) -> Iterator[Record]:
-    """Yield the records of `Speed` for variants of a model, on the model's device.
+    """Yield the records of `Speed` for variants (block orders) of a model, on the model's device.
 
     The first variant is the full model, which runs unchanged.
 
@@ -79,12 +79,12 @@ def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
 
 @dataclass(kw_only=True)
 class Speed(Analysis):
-    """Latency, throughput and memory of each block order, relative to the full model.
+    """Latency, throughput and memory of each variant (block order), and latency relative to the full model.
 
     Records are tagged with the variant:
 
     - `latency` (median seconds for one text or image), `latency_first_quartile` and `latency_third_quartile`;
-    - `relative_latency`, the median over rounds of the ratio of its latency to the full model's;
+    - `relative_latency`, the median over rounds of the ratio of the variant's latency to the full model's;
     - `throughput` (inputs per second in batches);
     - `peak_memory` (bytes during a pass over a batch, without the weights), and `weight_bytes` of the blocks that run.
 

@@ -47,11 +47,11 @@ class Sample(NamedTuple):
 
 
 def summarize(metric: str, values: Tensor, *, intervals: bool = True, **fields: Any) -> list[Record]:
-    """Return a list with a record of the mean over prompts, or of the median.
+    """Return a list with one record: the mean over prompts or, with `statistic="median"`, the median.
 
     `values` (prompts,) is NaN where a prompt's value is undefined. `n` counts the defined values, and the tag
-    `num_undefined` counts the others, if any. If no value is defined, the list is empty for a layer and holds a NaN
-    record for the whole model.
+    `num_undefined` counts the others, if any. If no value is defined, the result depends on the field `layer`. If it is
+    given, the list is empty. Without it, the values describe the whole model, and the record's value is NaN.
 
     `stderr` is the sample standard deviation over sqrt(n); `low` and `high` are a percentile bootstrap over prompts. A
     single prompt and an infinite mean have neither `stderr` nor an interval. A median has the tag `statistic="median"`
@@ -218,8 +218,8 @@ def summarize_ratio(
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
     `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
-    `counted` holds the sum of the counts. If no prompt is left, the list is empty for a layer and holds a NaN record
-    for the whole model.
+    `counted` holds the sum of the counts. If no prompt is left and `layer` is given, the list is empty. Without a
+    `layer`, the values describe the whole model, and the record's value is NaN.
     """
     nonempty = counts > 0
     defined = nonempty & sums.isfinite()
@@ -271,7 +271,7 @@ def _exp(value: float) -> float:
 
 
 def random_halves(n: int, num_halves: int) -> list[Tensor]:
-    """Return row indices of random halves of `n` prompts; none for fewer than four prompts."""
+    """Return the prompt indices of `num_halves` random halves of `n` prompts; no half for fewer than four prompts."""
     if n < 4:
         return []
     return [torch.randperm(n, generator=torch.Generator().manual_seed(seed))[: n // 2] for seed in range(num_halves)]

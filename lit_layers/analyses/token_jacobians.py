@@ -83,7 +83,8 @@ class TokenCoupling(Analysis):
     """Coupling over the tokens of a prompt, of a block with itself or another block, with its random baseline.
 
     `J[l][t, s]` = d f_l(X)[t] / d X[s] is the Jacobian from token s to token t of f_l, the residual branch of block l.
-    Its leading singular vectors are its bases. There are three tables, each over pairs of tokens, t and t' or s and s':
+    Its leading singular vectors are its bases. Three tables, with one entry for each pair of tokens (t, t') or (s, s'),
+    hold the coupling of these Jacobians:
 
     - `token`: `J[l][t, t]` in the bases of `J[l'][t', t']`.
     - `input_context`: `J[l][t, s]` in the bases of `J[l'][t', s]`, for an input s <= t, t'.
@@ -218,17 +219,21 @@ class TokenCoupling(Analysis):
                 yield from summarize(f"{metric}_pair", entries, **fields, tags=at)
 
     def _coupling_table(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
-        """Return one table of one prompt: coupling, random and excess coupling (k, 3, fixed, tokens, tokens).
+        """Return one of the three tables for a prompt and two blocks, (k, 3, fixed, tokens, tokens).
 
-        The dimension `fixed` runs over the input or output tokens that the Jacobians of a pair share. The table is in
-        float64 on the CPU, NaN for missing and undefined pairs. Also return the number of undefined pairs.
+        The dimension of 3 is coupling, random and excess coupling. Each entry compares a Jacobian of the `first` block
+        with the bases of one of the `second` block. In the table `input_context`, both have the same input token; in
+        `output_context`, the same output token. `fixed` runs over these tokens, and has size 1 for the table `token`.
+        The entry is NaN if a Jacobian is missing or undefined. The table is in float64 on the CPU.
+
+        Also return the number of undefined pairs of Jacobians at different tokens.
         """
         tokens = len(first.index)
         if table == "token":
             rows = first.index.diagonal()[None]
         else:
             rows = first.index.T if table == "input_context" else first.index  # (fixed, tokens)
-            rows = rows[(rows >= 0).sum(1) > 1]  # a single Jacobian forms no pair
+            rows = rows[(rows >= 0).sum(1) > 1]  # leave out tokens with a single Jacobian, which forms no pair
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
         options: dict[str, Any] = {"p": self.p, "sign": self.sign, "undefined": "nan"}
@@ -238,7 +243,7 @@ class TokenCoupling(Analysis):
             chosen = row[present].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(each[chosen] for each in second.factors))
-            # (k, present, present)
+            # miscoupling of the Jacobians that exist with each other, (k, present, present)
             of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
@@ -323,10 +328,14 @@ class CrossTokenInfluence(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return mean and number of undefined tokens, (2, values, 1), by layer and group, as in `_groups`."""
+        """Return the values of one prompt, keyed by layer and group of distances (see `_groups`), each (2, 4, 1).
+
+        For each of the 4 metrics, they are the mean over the tokens of the group, and the number of tokens without a
+        value.
+        """
         distances, values = self._distances(int(seen.mask.sum()) - 1), Values()
         for layer in range(1, seen.num_layers + 1):
-            influence = torch.stack(self._influence(seen, layer, distances))  # (values, distances)
+            influence = torch.stack(self._influence(seen, layer, distances))  # (metrics, distances)
             for group, indices in self._groups(distances).items():
                 of_group = influence[:, indices]
                 missing = of_group.isnan().sum(-1).double()
@@ -347,7 +356,7 @@ class CrossTokenInfluence(Analysis):
             return list(range(most + 1))
         steps = [math.expm1(math.log1p(most) * i / max(count - 1, 1)) for i in range(count)]
         distances = [-1]
-        for i, step in enumerate(steps):  # neighbours that round to the same distance are moved apart
+        for i, step in enumerate(steps):  # move distances apart that round to the same number
             distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - i)))
         return distances[1:]
 

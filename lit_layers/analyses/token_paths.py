@@ -68,7 +68,11 @@ class Trajectory(Analysis):
 
 
 def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
-    """Return mean, median and number of undefined tokens (3, rows, prompts) of values (rows, used tokens)."""
+    """Return mean, median and number of undefined tokens of each prompt, (3, rows, prompts).
+
+    The rows of `values` (rows, used tokens) are layers, or a single row for a metric of the whole path. The mask `used`
+    (prompts, tokens) says to which prompts the tokens belong.
+    """
     used = used.to(values.device)  # the values were moved to the CPU if the device has no float64
     padded = values.new_full((len(values), *used.shape), torch.nan)
     padded[:, used] = values  # (rows, batch, tokens)
@@ -77,9 +81,9 @@ def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
 
 
 def _token_values(path: PathStats) -> dict[str, Tensor]:
-    """Return the values (rows, paths) of each metric; a metric of the whole path has one row."""
+    """Return the values (rows, paths) of each metric: one row per layer, or a single row for the whole path."""
     norms, lengths = path.norms, path.lengths
-    values = {  # layers before an undefined step stay defined
+    values = {  # with "nan", layers before an undefined step keep their values
         "line_shape_score": path.running_line_shape_score("nan"),
         "equidistance": path.equidistance("nan")[None],
         "growth_rate": path.growth_rates("nan"),
@@ -93,7 +97,7 @@ def _token_values(path: PathStats) -> dict[str, Tensor]:
 def _samples(metric: str, statistics: Tensor, tags: dict[str, Any]) -> Iterator[Sample]:
     means, medians, missing = statistics  # (rows, prompts) each
     about, is_path = look_up(metric), is_in(metric, "path")
-    rows: list[Any] = [(-1, None)] if is_path else []  # row and layer
+    rows: list[Any] = [(-1, None)] if is_path else []  # (row in `statistics`, layer of the record)
     if about.first_layer is not None:  # metrics of states have a row for layer 0, metrics of steps do not
         layers = enumerate(range(len(means)), start=min(1, about.first_layer))
         rows += [(row, layer) for layer, row in layers if layer >= about.first_layer]

@@ -54,7 +54,7 @@ class _Scheduled(L.Callback):
         # Seconds that training has waited for this callback.
         self.paused_seconds = 0.0
         self._last_step, self._first, self._latest = -1, 0, 0
-        # Updates of this run, counted only with manual optimization.
+        # Optimizer steps of this run so far, counted only with manual optimization.
         self._updates: int | None = None
         self._new_steps, self._hooks = Counter[int](), contextlib.ExitStack()
         self._ranks: OneProcess | Ranks = OneProcess()
@@ -274,7 +274,8 @@ class EmergenceCallback(_Scheduled):
             self.measurer.check(network)
         except InputError as error:
             names = [name for name, _ in pl_module.named_children()]
-            # The error names a submodule already if the module contains models of transformers or timm.
+            # Name a submodule that may be the network, unless the error does so already, as it does if the module
+            # contains models of transformers or timm.
             if network is pl_module and names and not known_inside(pl_module):
                 raise InputError(f"{error}; if the network is a part of it, name that: model={names[0]!r}") from error
             raise

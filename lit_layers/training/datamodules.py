@@ -254,7 +254,8 @@ class LitImageData(LitStepData):
         }
 
     def prepare_data(self) -> None:
-        image_source(self.source_name).check()  # may download: Lightning calls this once per machine
+        # This may download, so it belongs in this hook, which Lightning calls once per machine.
+        image_source(self.source_name).check()
 
     def setup(self, stage: str) -> None:
         source = image_source(self.source_name)
@@ -361,7 +362,8 @@ class TrainingImages(Dataset):
         labels = self.labels[chosen]
         if self.transform is None:
             assert isinstance(self.pictures, SmallPictures)
-            pinned = torch.cuda.is_available() and get_worker_info() is None  # the DataLoader pins batches of workers
+            # Pin the memory only without workers, as the DataLoader itself pins the batches that workers load.
+            pinned = torch.cuda.is_available() and get_worker_info() is None
             return {"pixels": self.pictures.batch(chosen, pinned=pinned), "labels": labels}
         try:
             return {"pixel_values": self._transformed(self.transform, chosen, ids), "labels": labels}

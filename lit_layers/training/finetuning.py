@@ -123,8 +123,8 @@ def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | N
 def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
     """Yield the mean and standard error of each metric over random orders of the same number of middle blocks.
 
-    Records form a group if they agree in the metric and in all tags except `seed` and `schedule`. NaN values are left
-    out, and `num_undefined` counts them.
+    A mean is over the records that agree in the metric and in all tags except `seed` and `schedule`. NaN values are
+    left out, and `num_undefined` counts them.
     """
     groups: dict[tuple, list[Record]] = {}
     for record in records:
@@ -197,7 +197,7 @@ class TrainedVariants(Analysis):
             for results in self.train_all(model):
                 records += results
                 yield from results
-        except SystemExit as error:  # Lightning turns Ctrl-C into SystemExit
+        except SystemExit as error:  # undo what Lightning does: it turns Ctrl-C into SystemExit
             raise KeyboardInterrupt from error
         yield from seed_means(records, model.num_layers)
 
@@ -269,7 +269,7 @@ class TaskFinetuningRecipe(TrainingRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not re.fullmatch(r"[\w-]+", self.task):  # a path could name a task file, which can run code
+        if not re.fullmatch(r"[\w-]+", self.task):  # refuse paths: they could name a task file, which can run code
             raise InputError(f"recipe: task: expected a name of lm-eval such as arc_challenge, got {self.task!r}")
 
 
@@ -336,7 +336,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
     Each variant starts from the weights of the measured model. Embeddings, head and the blocks that run are trained.
     Blocks that do not run have no gradient and do not change. All randomness comes from the recipe's seed.
 
-    `root/VARIANT/model` holds the trained weights as a saved model, which runs its blocks in plain order by default.
+    `root/VARIANT/model` holds the trained weights as a saved model, which by default runs its blocks in order, 1 to L.
     `root/VARIANT/finetuned.json` holds the schedule, the other settings and the scores. A variant with a result of the
     same settings is not trained again.
 

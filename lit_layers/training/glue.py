@@ -150,7 +150,7 @@ class LitGlue(LitModule):
         self.lr = recipe.learning_rate if training == "full" else recipe.frozen_learning_rate
         self.model = network.train().requires_grad_(True)
         trunk_of(network).requires_grad_(training == "full")
-        self.predictions, self.targets = list[Tensor](), list[Tensor]()  # of validation rows
+        self.predictions, self.targets = list[Tensor](), list[Tensor]()  # one tensor per validation batch
 
     def build(self) -> nn.Module:
         return self.model

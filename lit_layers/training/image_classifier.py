@@ -112,7 +112,7 @@ class LitImageClassifier(LitModule):
         super().set_model(model)
         count = model.num_classes
         if self.mixup or self.cutmix:
-            from timm.data import Mixup  # the import takes a second
+            from timm.data import Mixup  # imported only if needed, because it takes a second
 
             options: dict[str, Any] = {"label_smoothing": self.label_smoothing, "num_classes": count}
             self._mix = Mixup(mixup_alpha=self.mixup, cutmix_alpha=self.cutmix, **options)
@@ -140,7 +140,7 @@ class LitImageClassifier(LitModule):
         self.validation_metrics.update(logits, labels)
 
     def scores(self) -> dict[str, Tensor]:
-        loss = self.validation_loss.compute().float()  # over all ranks, weighted by images
+        loss = self.validation_loss.compute().float()  # mean over the images of all ranks
         self.validation_loss.reset()
         accuracies = self.validation_metrics.compute()
         self.validation_metrics.reset()

@@ -88,7 +88,7 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
     if make is None:
         return {"optimizer": optimizer}
     about = {"scheduler": (scheduler := _create("lr_scheduler", make, optimizer)), "interval": "step"}
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # steps after each validation
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # set it to step after each validation
         every = trainer.val_check_interval
         about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
         about["monitor"] = getattr(scheduler, "monitor", "validation/loss")
@@ -138,7 +138,7 @@ class LitModule(L.LightningModule, ABC):
     `load_from_checkpoint` opens checkpoints that the Trainer saved.
 
     Args:
-        options: the module's arguments by name, for the checkpoint; plain values.
+        options: the module's arguments by name, as plain values, which are stored in the checkpoint.
     """
 
     lr: float
@@ -192,7 +192,7 @@ class LitModule(L.LightningModule, ABC):
         return getattr(self.trainer, "datamodule", None)
 
     def configure_model(self) -> None:
-        if hasattr(self, "model") or self._trainer is None:  # no trainer: `on_load_checkpoint` sets it
+        if hasattr(self, "model") or self._trainer is None:  # without a trainer, `on_load_checkpoint` sets the model
             return
         model = self.build()
         mesh = sharding_mesh(self.trainer.strategy)
@@ -421,7 +421,7 @@ class LitCausalLM(LitModule):
         self.validation_loss.update(self.loss(batch), weight=_token_ids(batch)[:, 1:].numel())
 
     def scores(self) -> dict[str, Tensor]:
-        loss = self.validation_loss.compute()  # over all ranks, weighted by tokens
+        loss = self.validation_loss.compute()  # mean over the tokens of all ranks
         self.validation_loss.reset()
         return {"loss": loss.float(), "perplexity": loss.exp().float()}
 

@@ -54,10 +54,10 @@ def refuse_diverged_losses(
     if step is None:
         return
     if "16" in str(trainer.precision) and "bf16" not in str(trainer.precision) and _are_finite(trainer, pl_module):
-        return  # float16: the loss scaler skips the update of this step
+        return  # go on: in float16 a loss may overflow, and the loss scaler then skips the update of its step
     for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
-            callback.wait()  # the message lists only complete checkpoints
+            callback.wait()  # for the pending checkpoint, so that the message can list it
     raise DivergedError(_message(f"the loss of step {step} is {losses[step]}", step, root))
 
 
@@ -148,7 +148,7 @@ class ResumeCheckpoint(L.Callback):
         # Loading a checkpoint has replaced the optimizer's parameter groups. If they lack some of its options, the
         # checkpoint was saved with another optimizer.
         for optimizer in trainer.optimizers:
-            options = optimizer.defaults.keys() - {"differentiable"}  # torch adds it on loading
+            options = optimizer.defaults.keys() - {"differentiable"}  # not compared, as torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):
                 raise InputError(f"ckpt_path: it was saved with another optimizer than {type(optimizer).__name__}")
         # A run that goes back to an earlier step deletes its later checkpoints.

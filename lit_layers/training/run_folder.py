@@ -257,8 +257,9 @@ def resume_at(root: Path, step: int, *, goes_back: bool) -> None:
     """Record in `root` that its training resumes from a step, and move later checkpoints to the folder `abandoned`.
 
     Args:
-        goes_back: whether training may take another path than before. Then later measurements become void: a new line
-            in `measurements.jsonl` repeats the last valid measurement and lists the steps of resumption.
+        goes_back: whether the steps after `step` may give other weights than they did before. If so, the measurements
+            of these steps become void: a new line in `measurements.jsonl` repeats the last valid measurement and lists
+            the steps at which the run was resumed.
     """
     facts = run_facts(root)
     facts["resumed"] = [*facts.get("resumed", []), {"step": step, "at": _now(), "back": goes_back}]
@@ -351,7 +352,8 @@ class RunFolder(L.Callback):
     ) -> None:
         self.root, self.config, self.options, self.mirror = Path(root), config, dict(options), mirror
         self.resume, self.goes_back, self.run_id = resume, goes_back, _new_id()
-        self.started, self._found = False, _run_files(self.root, is_fit=True)  # listed before loggers add files
+        # List the files of an earlier run now, before the loggers of this run add files.
+        self.started, self._found = False, _run_files(self.root, is_fit=True)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.is_global_zero:
@@ -381,10 +383,10 @@ class RunFolder(L.Callback):
                 raise InputError(f"{name}: the run in {self.root} has {old}, found {new}; a resumed run keeps it")
 
     def reopen(self, step: int) -> None:
-        """Resume at a step, under the run's own id so that its W&B curves continue."""
+        """Resume the run in the folder at a step, and keep its id so that its W&B curves continue."""
         self.run_id = run_facts(self.root, needed=_REQUIRED)["id"]
         self._clean_up()
-        if not (self.root / CONFIG_FILE).exists():  # the run was killed between its two files
+        if not (self.root / CONFIG_FILE).exists():  # the run was killed after it wrote run.json
             replace_file(self.root / CONFIG_FILE, self.config)
         resume_at(self.root, step, goes_back=self.goes_back)
         if self.mirror is not None:
@@ -453,7 +455,7 @@ class RunFolder(L.Callback):
         }
         if isinstance(data, LitStepData):
             facts["data"] = data.describe()
-        elif isinstance(getattr(data, "shards", None), TokenShards):  # a user's data module of prepared text
+        elif isinstance(getattr(data, "shards", None), TokenShards):  # the user's own data module, with prepared text
             facts["data"] = LitTextData.describe(data)
         return facts
 

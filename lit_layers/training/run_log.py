@@ -50,10 +50,10 @@ class RunLog(L.Callback, Logger):
         self.mirror, self.resume = mirror, resume
         # Length in bytes that the file had when the resume checkpoint was saved, to which a resumed run cuts it.
         self._offset = 0
-        self.shown: dict[str, float] = {}  # the latest values, for the progress bar
+        self.shown: dict[str, float] = {}  # the latest value of each scalar, for the progress bar
         self._pending: list[_Step] = []
         self._micro_losses: list[Tensor] = []
-        self._now = 0  # the current step
+        self._now = 0  # number of the optimizer step whose row receives logged values
         self._extra: dict[int, dict[str, float]] = {}
         self._measurements: dict[int, list[Measurement]] = {}
         self._flush_due, self.paused_seconds = False, 0.0
@@ -65,7 +65,7 @@ class RunLog(L.Callback, Logger):
         self._rate = 0.0
 
     def measuring(self, step: int, analysis: str) -> None:
-        """Do nothing when an analysis starts."""
+        """Do nothing when an analysis starts: only its measurement is logged."""
 
     def measured(self, measurement: Measurement) -> None:
         self._measurements.setdefault(measurement.step or 0, []).append(measurement)
@@ -202,7 +202,7 @@ class RunLog(L.Callback, Logger):
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
-            self.paused_seconds += time.perf_counter() - started  # W&B pictures take seconds
+            self.paused_seconds += time.perf_counter() - started  # left out of the speed: W&B pictures take seconds
         if reduce:
             losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
             refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)
@@ -212,14 +212,14 @@ class RunLog(L.Callback, Logger):
         if self._pending:
             missing = torch.full_like(self._pending[0].loss, torch.nan)
             pairs = [(step.loss, missing if step.grad_norm is None else step.grad_norm) for step in self._pending]
-            values = torch.stack([torch.stack(pair) for pair in pairs]).float()  # (steps, loss and norm)
+            values = torch.stack([torch.stack(pair) for pair in pairs]).float()  # (steps, 2): loss and gradient norm
             if reduce:
                 values = trainer.strategy.reduce(values, reduce_op="mean")
             for step, (loss, norm) in zip(self._pending, values.tolist(), strict=True):
                 norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
                 rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
-            if number <= axis_step(trainer):  # the row of the running step is not complete
+            if number <= axis_step(trainer):  # keep the values of the running step until its row is complete
                 rows.setdefault(number, {}).update(values_of_step)
         return rows
 
@@ -249,4 +249,4 @@ class LongMeasuring:
             rank_zero_info(f"measuring {analysis} at step {step}")
 
     def measured(self, measurement: Measurement) -> None:
-        """Do nothing when an analysis ends."""
+        """Do nothing when an analysis ends: only the start of an analysis is logged."""

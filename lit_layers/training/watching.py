@@ -84,7 +84,8 @@ class StepMeasurer:
         # Optimizer step -> the step under which the loggers log it, if the two differ.
         self.log_steps: dict[int, int] = {}
         self._measured, self._failed = set[int](), set[int]()  # sets of optimizer steps
-        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()  # of the current step
+        # The measurements of the current step, and the loggers that receive them as one row.
+        self._row, self._loggers = list[Measurement](), tuple[Any, ...]()
         if strange := [type(each).__name__ for each in analyses if not isinstance(each, Analysis)]:
             raise InputError(f"analyses: expected a list of them, such as [Lens(batches=data)], got a {strange[0]}")
         one_model.refuse_same_names(analyses)
@@ -192,7 +193,8 @@ class StepMeasurer:
             self._failed |= {measurement.step or 0}
         else:
             self._row.append(measurement)
-        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))  # not watchers
+        # Leave out loggers that are also watchers: they receive the measurement below.
+        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))
         for watcher in self.watchers:
             watcher.measured(measurement)
 
@@ -434,7 +436,7 @@ class Watch:
     def _release(self) -> None:
         _open.discard(self)
         self._closed = True
-        for other in self._others()[:1]:  # from now on this watch holds the lock
+        for other in self._others()[:1]:  # hand the lock of the folder on to another open watch
             other._lock.push(self._lock.pop_all())
         self._lock.close()
 
@@ -460,6 +462,7 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-# Weak references, as a notebook cell that runs again drops its old watch without closing it.
+# The open watches of this process. The references are weak, because a notebook cell that runs again drops its old watch
+# without closing it.
 _open = weakref.WeakSet[Watch]()
 watch = Watch  # the public name
