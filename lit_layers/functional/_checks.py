@@ -92,7 +92,8 @@ def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
 
 def centered(rows: Rows, real: Real) -> Rows:
     """Return each prompt's rows minus their mean; equal rows become exactly 0."""
-    # Subtract the first row first: equal rows become zeros, whose mean is exactly 0. Their own mean may be rounded.
+    # Subtract the first row before the mean: equal rows become zeros, whose mean is exactly 0. The mean of the original
+    # rows may be rounded.
     shifted = rows - rows[..., :1, :]
     shifted = shifted.masked_fill(~real[..., None], 0.0)
     mean = shifted.sum(-2, keepdim=True) / real.sum(-1).clamp(min=1)[..., None, None]
@@ -102,8 +103,8 @@ def centered(rows: Rows, real: Real) -> Rows:
 def unit_rows(rows: Rows, real: Real, *, after_centering: bool = False) -> tuple[Rows, Bool[Tensor, "*n rows"]]:
     """Return the rows scaled to norm 1, and a mask of the real rows that have no direction.
 
-    A zero row has no direction and remains 0. With `after_centering`, a row of rounding size has none either, because
-    it was equal to the mean. It becomes 0.
+    A zero row has no direction and remains 0. With `after_centering` (the mean has been subtracted from the rows), a
+    row of the size of rounding errors was equal to the mean. It has no direction either and becomes 0.
     """
     norms = torch.linalg.vector_norm(rows, dim=-1)
     floor = torch.zeros_like(norms[..., :1])

@@ -141,7 +141,7 @@ def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
     Raises:
         ValueError: no text is long enough, or the order is not 1, 2 or 3.
     """
-    if order > 3:  # codes must be below 2^63: with ids up to 2 million, those of three tokens are
+    if order > 3:  # their codes may reach 2^63; those of 3 tokens are smaller for ids up to 2 million
         raise ValueError(f"expected an order from 1 to 3, got {order}")
     windows = [np.lib.stride_tricks.sliding_window_view(text, order) for text in texts if len(text) >= order]
     if not windows:
@@ -163,8 +163,8 @@ def ngram_divergence(
 ) -> Float[Tensor, "*n rows"]:
     """Return the Kullback-Leibler divergence KL(n-gram, prediction) of each row, in nats, in float64.
 
-    `distributions` has one n-gram distribution for each row. It is None if the corpus does not contain the row's
-    context, and then the divergence is NaN. At least 0: 0 if prediction and n-gram distribution are equal.
+    `distributions` has one entry for each row: the n-gram distribution, or None if the corpus does not contain the
+    row's context. For None the divergence is NaN. At least 0: 0 if prediction and n-gram distribution are equal.
 
     Source: Belrose et al., arXiv 2402.04362. Chang and Michaelov et al., arXiv 2510.24963, measure it over training.
     """

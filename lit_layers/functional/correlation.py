@@ -112,8 +112,8 @@ def distance_correlation(x: Values, y: Values) -> float:
     """Return Székely's distance correlation, in [0, 1]: the root of the biased V-statistic.
 
     In the limit of many rows it is 0 if and only if x and y are independent. It is 1 for any exact affine relation.
-    Unchanged by affine maps of either column. For independent columns of few rows it is far from 0, about .28 for 37
-    Gaussian pairs. `distance_null` computes that value.
+    Unchanged by affine maps of either column. For independent columns of few rows it is far from 0: about .28 for 37
+    rows of normal numbers. `distance_null` computes the value for independent columns.
 
     Raises:
         UndefinedError: fewer than 4 rows (two rows always give 1), or a constant column.
@@ -277,7 +277,7 @@ def _ranks(column: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def distance_correlations(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return `distance_correlation` (*n) of columns (*n, rows) that are not constant."""
+    """Return the `distance_correlation` (*n) of columns x and y (*n, rows), none of which may be constant."""
     return _table_cosines(_centered_distances(x), _centered_distances(y))
 
 
@@ -395,13 +395,13 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 
     The coefficients are distance correlation, Spearman's rho and Kendall's tau-b.
 
-    The form `per_task_mean` is computed over the layers within each task, then averaged over tasks. A task with a
-    constant curve has no coefficient. The mean leaves it out, and `undefined` lists it. The form `of_task_means` is
-    computed from the two curves averaged over all tasks. It is absent if one of these curves is constant. All intervals
-    of a form use the same resamples of tasks.
+    The form `per_task_mean` is computed over the layers within each task, then averaged over tasks. A task whose metric
+    or scores are equal at all layers has no coefficient. The mean leaves it out, and `undefined` lists it. The form
+    `of_task_means` first averages the metric and the scores over all tasks. It is absent if one of these means is equal
+    at all layers. All intervals of a form use the same resamples of tasks.
 
     Raises:
-        UndefinedError: fewer than 4 layers, or a constant curve in every task.
+        UndefinedError: fewer than 4 layers, or in every task a metric or scores that are equal at all layers.
         ValueError: tables of unequal shape, or a value that is not finite.
     """
     metric, scores = _tables(metric, scores)
@@ -435,8 +435,9 @@ def layer_correlations(metric: Table, scores: Table, *, resamples: int = 2000, s
 def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int = 0) -> Null:
     """Return the distance correlation of two unrelated curves over `num_layers` layers.
 
-    The curves are once Gaussian noise and once random walks. Neighbouring layers are similar, so real curves lie
-    between the two, nearer to random walks. For 25 layers the mean is 0.34 for noise and 0.54 for random walks.
+    The result has two cases: curves of Gaussian noise, and curves that are random walks. Neighbouring layers are
+    similar, so real curves lie between the two cases, nearer to random walks. For 25 layers the mean distance
+    correlation is 0.34 for noise and 0.54 for random walks.
 
     Raises:
         UndefinedError: fewer than 4 layers.
@@ -448,13 +449,13 @@ def distance_null_over_layers(num_layers: int, *, samples: int = 2000, seed: int
 
 
 def extreme_layers(metric: Table, direction: Direction) -> NDArray[np.intp]:
-    """Return the column of each task with the smallest ("min") or largest ("max") metric; the first if several tie."""
+    """Return, for each task, the column where its metric is smallest ("min") or largest ("max"); the first of ties."""
     metric = np.asarray(metric, dtype=np.float64)
     return metric.argmin(1) if direction == "min" else metric.argmax(1)
 
 
 def scores_at(metric: Table, scores: Table, direction: Direction) -> NDArray[np.float64]:
-    """Return the score (tasks,) of each task at the layer where the metric of the same task is extreme."""
+    """Return the score (tasks,) of each task at the layer where the metric of this task is smallest or largest."""
     return np.asarray(scores, dtype=np.float64)[np.arange(len(scores)), extreme_layers(metric, direction)]
 
 
@@ -467,9 +468,10 @@ def selection(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """Return the mean score at the layer of each task where a metric is extreme, and at other layers for comparison.
+    """Return the mean score at each task's layer of smallest or largest metric, and at other layers for comparison.
 
-    The first column is layer `first_layer`. Choose `direction` by `better_rule`, on models other than this one.
+    `direction` is "min" for the smallest metric, "max" for the largest. Choose it by `better_rule`, on models other
+    than this one. The first column of both tables is layer `first_layer`.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.
@@ -500,10 +502,11 @@ def selection(
 
 
 def better_rule(models: Sequence[tuple[Mapping[str, Table], Table]]) -> tuple[str, Direction]:
-    """Return the metric and direction whose extreme layers have the best mean score; the first if several tie.
+    """Return the metric and direction ("min" or "max") that choose the layers with the best mean score.
 
-    Each model is a pair: a mapping from metrics to tables, and a table of scores of the same tasks. Only metrics that
-    all models have are compared. Scores are averaged over tasks, then over models, so each model has the same weight.
+    If several tie, the first is returned. Each entry of `models` has the tables (tasks, layers) of one model: a mapping
+    from metrics to their tables, and the table of scores. Only metrics that all models have are compared. Scores are
+    averaged over tasks, then over models, so each model has the same weight.
     """
     names = [name for name in models[0][0] if all(name in metrics for metrics, _ in models)]
     rules: list[tuple[str, Direction]] = [(name, direction) for name in names for direction in DIRECTIONS]
@@ -519,7 +522,7 @@ def _tables(metric: Table, scores: Table) -> tuple[Table, Table]:
 
 
 def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Estimate]:
-    """Return the mean over tasks of each column (tasks, columns), with its interval."""
+    """Return the mean over tasks of each column of a table (tasks, columns), with its interval."""
     values = columns.mean(0).tolist()
     if len(columns) < FEWEST_TASKS:
         return [Estimate(value) for value in values]
@@ -531,9 +534,9 @@ def _means(columns: NDArray[np.float64], resamples: int, seed: int) -> list[Esti
 
 
 def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
-    """Return the three coefficients (curves, 3) of each row of x (curves, layers) with the same row of y.
+    """Return the correlation coefficients (curves, 3) of each row of x (curves, layers) with the same row of y.
 
-    No row may be constant.
+    They are distance correlation, Spearman's rho and Kendall's tau-b. No row may be constant.
     """
     if x.shape[-1] < FEWEST_LAYERS:
         raise UndefinedError(f"expected at least {FEWEST_LAYERS} layers, got {x.shape[-1]}")
@@ -543,7 +546,7 @@ def _coefficients(x: Table, y: Table) -> NDArray[np.float64]:
 
 
 def _rank_correlations(x: Table, y: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return Spearman's rho and Kendall's tau-b, as the functions `spearman` and `kendall` do."""
+    """Return the values (curves,) of `spearman` and `kendall` for each row of x (curves, layers) and of y."""
     signs = [np.sign(side[..., :, None] - side[..., None, :]) for side in (x, y)]
     kendall = _cosines(*(sign.reshape(*sign.shape[:-2], -1) for sign in signs))
     spearman = _cosines(*(sign.sum(-1) for sign in signs))  # twice a rank's distance from the mean rank

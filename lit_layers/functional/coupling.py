@@ -67,9 +67,9 @@ def miscoupling_matrix(
 ) -> Tensor:
     """Return `miscoupling` of each block (row) in the bases of each of `others` (column), `(*n, blocks, others)`.
 
-    `others` are the same blocks by default. If `k` is a sequence, the result has a leading dimension for its values,
-    which take one matrix product together. With `undefined="nan"`, rows of zero matrices are NaN, and so are rows and
-    columns of non-finite matrices.
+    `others` are the same blocks by default. If `k` is a sequence, the result has a leading dimension with one entry for
+    each of its values. This costs little, because one matrix product serves all values. With `undefined="nan"`, rows of
+    zero matrices are NaN, and so are rows and columns of non-finite matrices.
 
     Raises:
         ValueError: in the cases of `miscoupling`; the message names the first undefined block.

@@ -22,7 +22,9 @@ RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
 DRAWN_AT_ONCE = 2**20  # largest number of row indices drawn at once: 8 MB
 _CACHED = 2**23  # largest number of counts in a cached tensor: 2,000 resamples of 4,194 rows, 17 MB in int16
 ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles of a 95% interval
-SLACK = 1e-12  # share of the largest score: in float64, 0.84 - 0.80 is slightly more than 0.04
+# Comparisons of scores allow for rounding errors of this share of the largest score: in float64, 0.84 - 0.80 is slightly
+# more than 0.04.
+SLACK = 1e-12
 
 
 def choose_layer(
@@ -157,7 +159,8 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
         return _first(values >= (1 - tolerance) * last - slack)
     if rule == "plateau":
         rises = values.diff() > tolerance + slack
-        later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))  # whether a later step rises
+        # Mark the layers after which the curve still rises from some layer to the next.
+        later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))
         return _first(~later)
     start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)
     above = (values - start) - depth * (last - start)
@@ -320,8 +323,9 @@ def bootstrap_interval(
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
     """Return the low and the high end of the percentile bootstrap interval of the mean (or median) over prompts.
 
-    Two calls with the same seed and number of prompts draw the same prompts, so intervals are paired over layers and
-    steps. All resampled means come from one matrix product: counts (resamples, prompts) times values.
+    Two calls with the same seed and number of prompts draw the same prompts. So intervals of different layers or
+    optimizer steps come from the same resamples. All resampled means come from one matrix product: counts (resamples,
+    prompts) times values.
 
     Raises:
         ValueError: fewer than 2 prompts, a value that is not finite, an option out of range.
@@ -341,7 +345,7 @@ def _means(columns: Tensor, counts: Tensor) -> Tensor:
 
 
 def _medians(columns: Tensor, counts: Tensor) -> Tensor:
-    """Return the median of each resample's rows: the mean of the middle two if their number is even."""
+    """Return the median of the rows in each resample: the mean of the middle two if the number of rows is even."""
     medians = []
     for column in columns.unbind(1):
         ordered, order = column.sort()
@@ -374,7 +378,8 @@ def macro_f1_interval(
     classes, labels = labels.cpu().unique(return_inverse=True)
     predictions = predictions.cpu()
     is_known = classes[torch.searchsorted(classes, predictions).clamp(max=len(classes) - 1)] == predictions
-    predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))  # unknown: an extra class
+    # All predictions of classes that are not in `labels` count as one extra class.
+    predicted = torch.where(is_known, torch.searchsorted(classes, predictions), len(classes))
     is_class, is_predicted = (one_hot(each, len(classes) + 1).double() for each in (labels, predicted))
     sums = torch.cat([is_class * is_predicted, is_class, is_predicted], dim=1)  # (rows, 3 x (classes + 1))
     drawn = []

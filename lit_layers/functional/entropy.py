@@ -183,7 +183,7 @@ def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> 
 
 
 def effective_rank(rows: Rows, mask: Mask | None = None, *, undefined: Undefined = "raise", **options: Any) -> PerSet:
-    """Return the exponential of the Shannon entropy of the singular values divided by their sum, without squaring.
+    """Return exp of the Shannon entropy of the singular values (not of their squares), as shares of their sum.
 
     Range [1, rank]: N for N orthogonal rows of equal norm, 1 for rank one. The options `center`, `unit` and
     `drop_first`, the invariances and the undefined sets are those of `matrix_entropy`.

@@ -237,13 +237,13 @@ def concept_alignment(
 
 
 def _directions(deltas: Points) -> Points:
-    """Return deltas scaled to norm 1; 0 for a pair whose two words are the same point."""
+    """Return the differences of word pairs scaled to norm 1; 0 for a pair whose two words are the same point."""
     norms = torch.linalg.vector_norm(deltas, dim=-1, keepdim=True)
     return deltas / norms.where(norms > 0, 1.0)
 
 
 def _pair_cosines(directions: Points) -> Tensor:
-    """Return the mean cosine of each direction with the others."""
+    """Return the mean cosine of each pair's direction with those of the other pairs, (*layers, pairs)."""
     total = directions.sum(-2, keepdim=True)
     return ((directions * total).sum(-1) - directions.square().sum(-1)) / (directions.shape[-2] - 1)
 
@@ -259,7 +259,10 @@ def _mean_cosine(directions: Points) -> PerLayer:
 
 
 def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
-    """Return the cosine of each delta with the mean of the others, and a mask of the deltas whose others cancel."""
+    """Return the cosine of each delta (difference of a word pair) with the mean of the other deltas.
+
+    Also return a mask of the deltas for which it is undefined, because the other deltas cancel.
+    """
     others = deltas.sum(-2, keepdim=True) - deltas
     norms = torch.linalg.vector_norm(others, dim=-1)
     largest = torch.linalg.vector_norm(deltas, dim=-1).amax(-1, keepdim=True)
@@ -342,9 +345,9 @@ def linear_cka(
     """Return the similarity of two representations of the same rows: linear centred kernel alignment.
 
     |Y'X|_F^2 / (|X'X|_F |Y'Y|_F) with centred columns. Range [0, 1]: 1 for equal representations. All three norms
-    estimate an HSIC. `debiased` replaces them by the unbiased estimate HSIC_1. That form may be negative and is near 0
-    for independent data, where the plain form grows with dim / rows. Unchanged by rotation, isotropic scaling and
-    translation of either representation, and by a common reordering of the rows.
+    estimate an HSIC. `debiased` replaces them by the unbiased estimate HSIC_1. The debiased value may be negative and
+    is near 0 for independent data, where the biased value grows with dim / rows. Unchanged by rotation, isotropic
+    scaling and translation of either representation, and by a common reordering of the rows.
 
     Source: Kornblith et al. 2019; HSIC_1: Song et al. 2012.
 
@@ -363,9 +366,10 @@ def linear_cka(
 
 
 def _alignment(inner: Tensor, squares: Tensor, debiased: bool) -> tuple[Tensor, Tensor]:
-    """Return the alignment of all pairs of centred layers, and a mask of the layers that do not vary.
+    """Return the linear CKA of all pairs of layers, and a mask of the layers whose rows are all equal.
 
-    `inner` holds the inner products of the layers' Gram matrices, `squares` the diagonals of these matrices.
+    `inner` holds the inner products of the Gram matrices of all pairs of layers, `squares` the diagonals of the Gram
+    matrices. Both are computed from centred rows.
 
     Raises:
         ValueError: too few rows.

@@ -41,7 +41,7 @@ DRAWS = 1000
 
 
 class Time(NamedTuple):
-    """A step and the ends of its interval."""
+    """A time on the axis of the curve (optimizer steps or tokens), and the ends of its interval."""
 
     value: float
     low: float
@@ -101,15 +101,15 @@ def emergence_times(
 
     Without replicates, the curve is ranked among 999 flat curves with each of eight kinds of noise. These are AR(1)
     with lag-1 correlation 0, .3, .7 or .9, and with normal or t3 shocks. The largest of the eight p-values is used. It
-    is at least 0.001. The statistics are those of `_change_statistics`. A curve that wanders more than its errors
-    explain is also not flat. Its intervals are then wide.
+    is at least 0.001. Curves are ranked by the statistics that `_change_statistics` describes. A curve that wanders
+    more than its errors explain is also not flat. Its intervals are then wide.
 
     **Times.** They are the times of curves drawn from Gaussian processes given the values. The kernels are Matern 3/2
-    and 5/2 over a grid of length scales and heights. No, one or two jumps in level, called steps here, are added to a
-    process. A step is a sigmoid or a rise with a corner, of unknown location, height and width. Half of the weight
-    follows the evidence of all these models, half only that of models with at most one step. Both use the evidence to
-    the power 0.9. With f a drawn curve, f_0 its first value, and C the largest difference of f from f_0 at a
-    checkpoint:
+    and 5/2 over a grid of length scales and heights. Zero, one or two sudden changes in level are added to a process.
+    Such a change is a sigmoid or a rise with a corner, of unknown location, height and width. Half of the weight
+    follows the evidence of all these models, half only that of models with at most one sudden change. Both use the
+    evidence to the power 0.9. With f a drawn curve, f_0 its first value, and C the largest difference of f from f_0 at
+    a checkpoint:
 
     - peak: where (f - f_0) / C is largest. On a plateau that may be anywhere, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.
@@ -253,11 +253,11 @@ class _Curve:
         """Return the mean curve of the replicates in each bootstrap sample, (draws, checkpoints)."""
         assert self.rows is not None
         taken = np.asarray(counts, dtype=np.float64)[:, self.whole]
-        total = taken.sum(1, keepdims=True)  # 0 if a draw has only incomplete replicates
+        total = taken.sum(1, keepdims=True)  # 0 if a bootstrap sample has only incomplete replicates
         return np.where(total > 0, taken @ self.rows / np.maximum(total, 1), self.rows.mean(0))
 
     def noises(self) -> list[Array]:
-        """Return a list of the covariance of the errors, or, if it is unknown, of several candidates for it."""
+        """Return possible covariances of the errors: a single one if it is known, otherwise several candidates."""
         if self.covariance is not None:
             return [self.covariance]
         # Second differences overestimate the noise of a rough curve and underestimate correlated noise. The estimate is
@@ -301,9 +301,10 @@ def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
 
 
 def _t_test(rows: Array) -> float:
-    """Return the p-value of Student's t over rows, combined by the union bound over contrasts.
+    """Return the p-value of the hypothesis that a curve is flat, by Student's t over its replicates `rows`.
 
-    The contrasts are each split into earlier and later checkpoints, and each checkpoint against all others.
+    The union bound combines the tests of several contrasts. These are each split into earlier and later checkpoints,
+    and each checkpoint against all others.
     """
     count, n = rows.shape
     early = np.tri(n, n, -1)[1:]  # row s: 1 at the first s + 1 checkpoints
@@ -322,10 +323,10 @@ def _t_test(rows: Array) -> float:
 
 
 def _gains(curves: Array, weight: Array) -> Array:
-    """Return how much each split reduces the weighted sum of squares of each curve.
+    """Return how much a separate mean before and after each split reduces the squared deviations of each curve.
 
-    Split i is after the first i + 1 values. With one mean on either side, the reduction is
-    (mean_1 - mean_2)^2 w_1 w_2 / (w_1 + w_2), where w are the sums of weights of the two sides.
+    Split i is after the first i + 1 values. The weighted sum of squared deviations falls by
+    (mean_1 - mean_2)^2 w_1 w_2 / (w_1 + w_2), where w_1 and w_2 are the sums of weights before and after the split.
     """
     terms = np.stack([weight + 0 * curves, curves * weight])
     # Sums are accumulated from both ends. `total - below` would lose the digits of a side with little weight.
@@ -351,8 +352,8 @@ def _flat_noise(checkpoints: int) -> list[Array]:
 def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
-    The gain of the best split is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its residuals.
-    Correlated residuals contain less information than independent ones.
+    The gain of the best split (see `_gains`) is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its
+    residuals. Correlated residuals contain less information than independent ones.
 
     With known errors, the second statistic is the sum of squared deviations from the mean, each clipped. Without them,
     the gain is divided by an estimate of the noise: from the residuals of the split, or from differences of
@@ -404,7 +405,7 @@ def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.rando
 
     They are moved to a random position between the two checkpoints of the jump. A curve jumps if it changes far more
     between two checkpoints than in the neighbouring intervals. The `values` (draws, checkpoints) do not determine where
-    between the checkpoints it jumps. A drawn step with some width never lies near one of the checkpoints, because it
+    between the checkpoints it jumps. A drawn jump with some width never lies near one of the checkpoints, because it
     would change the value there. Without this function, the times would therefore avoid the checkpoints.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
@@ -431,7 +432,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     peak = risen.argmax(1)
 
     def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the index that follows the last grid point at which the curve is below a level, up to `before`."""
+        """Return the index after the last grid point, up to index `before`, at which each curve is below a level."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
@@ -491,7 +492,7 @@ def centered(rows: Array) -> Array:
 
 
 def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], Array]:
-    """Return which replicates have a value at every checkpoint where the curve has one, and the values of these."""
+    """Return which replicates have a value at every checkpoint where the curve has one, and their values there."""
     rows = np.asarray(replicates, dtype=np.float64)[:, valid]
     whole: Any = np.isfinite(rows).all(1)
     rows = rows[whole]
@@ -503,10 +504,10 @@ def whole_rows(replicates: ArrayLike, valid: NDArray[np.bool_]) -> tuple[NDArray
 def covariance_of_mean(rows: Array, x: Array) -> Array:
     """Return the covariance of the mean of `rows`, after the mean over checkpoints is subtracted from each row.
 
-    A few rows hardly determine the correlations of errors at n checkpoints. Their correlation matrix is therefore
-    averaged with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as under an inverse Wishart prior.
-    Variances are shrunk towards their mean. The result is multiplied by the squared ratio of the t and normal
-    quantiles, because the spread of few rows is itself uncertain.
+    Each row is a replicate of the curve. A few rows hardly determine the correlations of errors at n checkpoints. Their
+    correlation matrix is therefore averaged with a smooth one (`_smooth_correlation`) with weights rows - 1 and n, as
+    under an inverse Wishart prior. Variances are shrunk towards their mean. The result is multiplied by the squared
+    ratio of the t and normal quantiles, because the spread of few rows is itself uncertain.
     """
     count, n = rows.shape
     residuals = centered(rows)
