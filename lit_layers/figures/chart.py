@@ -35,9 +35,9 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 class Series:
     """A line or a set of marks. Points are in drawing order; None in `y` breaks the line.
 
-    For charts over training, `x` holds steps. `frame` gives the slider index at which each point is shown; without
-    `frame`, all points are always shown. `texts` are added to the tooltip, which shows name, value, interval and
-    position.
+    For charts over training, `x` holds optimizer steps. `frame` gives the slider index at which each point is shown;
+    without `frame`, all points are always shown. `texts` are added to the tooltip, which shows name, value, interval
+    and position.
     """
 
     x: Sequence[Any]
@@ -66,7 +66,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A heat map: `values[frame][row][column]` over the `rows` and `columns`; None if not measured."""
+    """A heat map: `values[frame][row][column]` over the `rows` and `columns`; None is a missing value."""
 
     values: Sequence[Sequence[Sequence[float | None]]]
     rows: Sequence[Any]
@@ -81,7 +81,7 @@ class Cells:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A colour bar: the quantity and the colours, with labels at some values."""
+    """A colour bar: its title, the colours from lowest to highest value, and texts at some values."""
 
     title: str
     stops: Sequence[str]
@@ -118,7 +118,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(Picture):
-    """A figure. `frames` are the steps of its slider, which starts at the last one."""
+    """A figure. `frames` are the checkpoints of its slider, which starts at the last one; empty without a slider."""
 
     title: str
     x: Axis
@@ -131,7 +131,7 @@ class Chart(Picture):
     hover: str = "{w}"  # tooltip template for the position of a point
     height: int = 340
     square: bool = False
-    horizontal: bool = False  # swap the axes: values go across
+    horizontal: bool = False  # swap the axes: values are on the horizontal axis
     legend_title: str = ""
     background: str = ""
 
@@ -161,7 +161,7 @@ class Chart(Picture):
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
-        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # for wide fonts
+        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # wide fonts
         room = {"padding": {"left": 5 + wider, "right": 5, "top": 5, "bottom": 5}} if wider else {}
         return {"$schema": _SCHEMA, **title, **room, **spec, "config": CONFIG}
 
@@ -179,7 +179,7 @@ class Chart(Picture):
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self) -> list[dict[str, Any]]:
-        """Return transforms that look up what rows share: the style of a series, and the position of a checkpoint."""
+        """Return Vega-Lite transforms that add the style of its series and its checkpoint's position to each row."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]
@@ -253,7 +253,7 @@ class Chart(Picture):
         return [*layers, *([color_bar(bar.title, bar.labels, bar.stops)] if (bar := self.bar) is not None else [])]
 
     def _intervals(self) -> list[dict[str, Any]]:
-        """Return bands and error bars, each only if some point has one: Vega warns about layers without points."""
+        """Return the layers of bands and error bars, if any point has them: Vega warns about layers without points."""
         at = [(s, x) for s in self.series if s.interval for x, end in zip(s.x, s.low, strict=False) if end is not None]
         bars = {s.interval == "bars" or (self.training is not None and x <= 0) for s, x in at}
         value = "x" if self.horizontal else "y"
@@ -304,7 +304,7 @@ class Chart(Picture):
         return layers
 
     def _name_scale(self, what: str, *, points: bool = False) -> dict[str, Any]:
-        """Return the encoding of a colour, dash or mark by series name, with its legend."""
+        """Return the encoding that gives each series name its colour, dash or mark (`what`), with the legend."""
         if points and not (self.legend_of_marks and any(s.legend for s in self.series)):
             return row_field("c")
         looks = {"color": lambda s: s.color, "dash": lambda s: DASHES[s.dash]}
@@ -329,7 +329,7 @@ class Chart(Picture):
             return None
         pixels = 6.5 * max(map(len, shown)) + 48
         look = {"values": shown, "title": self.legend_title or None, "direction": "horizontal", "symbolOpacity": 1}
-        look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # allow for wider fonts
+        look |= {"orient": "bottom" if self.bar is not None else "top", "columnPadding": 26}  # room for wide fonts
         look |= {} if self._marks_in_legend else {"symbolType": "circle" if self.legend_of_marks else "stroke"}
         look |= {"symbolSize": 70 if self.legend_of_marks else 220}
         return {**look, "columns": {"expr": f"max(1, floor(width / {pixels:.0f}))"}}

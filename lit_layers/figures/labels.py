@@ -27,7 +27,7 @@ def escape(text: object) -> str:
 
 
 def mid_sentence(title: str) -> str:
-    """Return a title for use within a sentence: prompt entropy, DiME of halves, Pearson correlation."""
+    """Return a title as it is written within a sentence: prompt entropy, but DiME of halves, Pearson correlation."""
     word = title.partition(" ")[0]
     return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
 

@@ -49,7 +49,7 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
 def table_map(
     frame: pd.DataFrame, metric: str, *, layer: int, other_layer: int | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
-    """Return a table of one layer, or of a pair of blocks, as a heat map with a slider over checkpoints.
+    """Return a heat map of the values that one layer, or one pair of blocks, has in a table, with a checkpoint slider.
 
     The table is one of two kinds. A metric of token pairs has the tags `token` (down) and `other_token` (across), which
     are positions in per cent of the prompt. Its colours are as in `layer_matrix`.
@@ -84,7 +84,7 @@ def table_map(
 
 
 def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, look: Mapping[str, Any]) -> Chart:
-    """Return a square map whose colours saturate at the largest off-diagonal entry of any checkpoint."""
+    """Return a square heat map of pairs; its colours saturate at the largest off-diagonal entry of any checkpoint."""
     bound = _largest(p for p in points if cell(p)[0] != cell(p)[1])
     look = {"ends": (-bound, bound), "scheme": DIVERGING, **look}
     return slider_map(title, frame_grids(points, cell, y.keys or (), x.keys or ()), x, y, look, square=True)
@@ -93,7 +93,7 @@ def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, l
 def slider_map(
     title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
 ) -> Chart:
-    """Return a heat map over the keys of two axes with one frame per step; `look` are options of `Cells`."""
+    """Return a heat map over the keys of two axes, with a slider over the steps in `frames`; `look` is for `Cells`."""
     cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
     return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **{"height": 450, **options})
 
@@ -101,7 +101,7 @@ def slider_map(
 def named_matrix(
     title: str, names: Sequence[str], values: Sequence[Any], ends: tuple[float, float], texts: Sequence[str] = ()
 ) -> Chart:
-    """Return values of pairs as a heat map: numbered names label the rows, and their numbers the columns.
+    """Return a heat map of values for all pairs of names: rows are labelled with number and name, columns with numbers.
 
     The tooltip of a cell shows its value and the row's entry of `texts`, or by default the row's name.
     """
@@ -115,7 +115,7 @@ def named_matrix(
 def frame_grids(
     points: Sequence[Point], cell: _Cell, rows: Sequence[Any], columns: Sequence[Any], digits: int = 3
 ) -> dict[int, list[list[Any]]]:
-    """Return the values by row and column for each frame of the slider, None if missing."""
+    """Return the values of a heat map as rows, for each step of its slider; a missing value is None."""
     values = {(point.step, *cell(point)): point.value for point in points}
     return {
         step: [rounded((values.get((step, row, column)) for column in columns), digits) for row in rows]
@@ -186,7 +186,7 @@ def layer_surface(
 
 
 def best_layers(values: Sequence[Sequence[float | None]], metric: str) -> list[int | None]:
-    """Return the best layer, layer 0 excluded, at each step, for values (layers, steps); None without values."""
+    """Return the best layer at each step, without layer 0, for values (layers, steps); None if a step has no values."""
     scores = np.array(values, dtype=float) * (1 if look_up(metric).higher_is_better else -1)
     scores[np.isnan(scores)] = -math.inf
     scores[0] = -math.inf
@@ -211,10 +211,10 @@ def colored(metric: str, values: Sequence[Sequence[float | None]], *, reverse: b
 def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -> Chart:
     """Return a heat map of a metric by layer and by category of word pairs (tag `category`) or head (tag `head`).
 
-    Layers go across, and a slider selects the checkpoint. Categories are sorted by group (tag `group`), by
-    `category_id` and by name; the mean over all of them comes first, if recorded. If any value is negative, positive
-    values are blue and negative ones brown, and colours saturate at the largest absolute value of any checkpoint.
-    Missing values are blank.
+    Layers are on the horizontal axis, and a slider selects the checkpoint. Categories are sorted by group (tag
+    `group`), by `category_id` and by name; the mean over all categories comes first, if recorded. If any value is
+    negative, positive values are blue and negative ones brown, and colours saturate at the largest absolute value of
+    any checkpoint. Missing values are blank.
 
     Raises:
         ValueError: the metric has no values per layer and category or head.

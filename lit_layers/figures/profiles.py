@@ -68,7 +68,7 @@ def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Return a line at the reference value that follows from a metric's definition; an empty list if there is none."""
+    """Return a list with a line at the value that a metric's definition implies for comparison; empty without one."""
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -142,7 +142,7 @@ def layer_profile(
     series, last = list[Series](), max(looks)
 
     def add(key: Any, part: Sequence[Point], **look: Any) -> None:
-        """Add a line; its tooltips show the layer index even if the axis is in per cent."""
+        """Add the line of a checkpoint or model; tooltips show the layer index even if the axis is in per cent."""
         by_number = {point.index(number) or 0: point for point in part}
         at = [*range(min(by_number), max(by_number) + 1)] if of_models else places  # a missing layer breaks the line
         look["texts"] = [f"layer {n} of {depths[key]:g}" if depths else f"{number} {n}" for n in at]
@@ -194,7 +194,7 @@ def layer_profile(
 
 
 def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[Chosen]) -> dict[Any, list[Point]]:
-    """Return the points of each checkpoint or model, without layer pairs and tables."""
+    """Return a metric's points by checkpoint, or by model if `of_models`, without those of layer pairs and tables."""
     if not of_models:
         return dict(sorted(grouped(plain(select(frame, metric, **chosen, over_steps=True)), lambda p: p.step).items()))
     rows = rows_of(frame, metric, chosen.get("analysis"))
@@ -295,7 +295,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
 
 
 def short_names(runs: Sequence[str]) -> dict[str, str]:
-    """Return the display names of models: the last component of the path or repository, or the whole if shared."""
+    """Return the display names of models: the last component of the path, or all of it if two models share that."""
     last = {run: run.rstrip("/").split("/")[-1] or run for run in runs}
     shared = {name for name in last.values() if list(last.values()).count(name) > 1}
     return {run: run if name in shared else name for run, name in last.items()}
@@ -334,7 +334,7 @@ def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
 
 
 def row_chart(title: str, texts: Sequence[str], values: Axis, series: Sequence[Series], *, height: int) -> Chart:
-    """Return a chart with labelled rows from top to bottom; values go across."""
+    """Return a chart with labelled rows from top to bottom, and values on the horizontal axis."""
     down = Axis(labels=dict(enumerate(texts)), ends=(-0.6, len(texts) - 0.4), reverse=True, grid=False)
     return Chart(title=title, x=down, y=values, series=series, horizontal=True, hover="", height=height)
 
@@ -367,12 +367,12 @@ def plain(points: Iterable[Point]) -> list[Point]:
 
 
 def ordinal_of(points: Iterable[Point]) -> str:
-    """Return what positions the points on the axis: "layer", or "distance" if no point has a layer."""
+    """Return the name of the horizontal axis of these points: "layer", or "distance" if no point has a layer."""
     return "layer" if any(point.layer is not None for point in points) else "distance"
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points whose layer or tag `number` (`layer`, `distance`, ...) is set, leaving out reference points."""
+    """Return the points that have a `number` ("layer", or a tag such as "distance"), without reference points."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

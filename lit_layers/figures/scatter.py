@@ -18,9 +18,9 @@ __all__ = ["Scatter", "paths_in_plane", "scatter_plot"]
 def paths_in_plane(frame: pd.DataFrame, metric: str = "path", **chosen: Unpack[tables.Chosen]) -> Chart:
     """Return the paths of tokens through the layers, as lines in a plane with one dot per layer.
 
-    The tag `token` names the token, and the tag `axis` the coordinate: 1 goes across, 2 goes up. Dots are coloured by
-    layer, and a slider selects the checkpoint. Each checkpoint has its own two axes. `tags` selects a prompt
-    (`{"prompt": 2}`); the default is the first one.
+    The tag `token` names the token, and the tag `axis` the coordinate: 1 is horizontal, 2 is vertical. Dots are
+    coloured by layer, and a slider selects the checkpoint. Each checkpoint has its own two axes. `tags` selects a
+    prompt (`{"prompt": 2}`); the default is the first one.
 
     Raises:
         ValueError: the metric has no paths.
@@ -107,7 +107,7 @@ class Scatter:
         """Return the least-squares line and its 95% band as (x, y, low, high); None for a path or if undefined."""
         if self.path:
             return None
-        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # loads torch: slow
+        from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # slow: loads torch
 
         try:
             fitted = fit_line(self.x, self.y)

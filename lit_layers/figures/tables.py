@@ -15,10 +15,10 @@ from lit_layers.identity import ORDINALS as ORDINALS
 from lit_layers.metrics import GROUPS, look_up
 from lit_layers.records import AUDIT, AXES, COLUMNS
 
-# Tags of figures that are not curves over layers: relation of word pairs, number of training rows, attention head.
+# Tags of records that are not drawn as curves over layers: relation of word pairs, training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # including `task`: an analysis has only one
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`, because an analysis has only one
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a frame of records: a value with its position; `low` and `high` are NaN without an interval.
+    """One row of a frame of records: a value with its step, layer and tags; without an interval `low`, `high` are NaN.
 
     For a model without steps, `step` is 0, which no figure shows.
     """
@@ -121,7 +121,7 @@ def rows_of(frame: pd.DataFrame, metric: str, analysis: str | None = None) -> An
 
 
 def _refuse_suspects(rows: Any) -> None:
-    """Refuse suspect rows. All figures and tables rely on this check."""
+    """Raise InputError for rows that an audit found suspect. All figures and tables rely on this check."""
     if AUDIT not in rows.columns:
         return
     suspects = rows[rows[AUDIT].str.startswith("suspect", na=False)]
@@ -136,7 +136,7 @@ def _refuse_suspects(rows: Any) -> None:
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
-    """Return the points with these tags; a value None selects points without the tag. References may lack a tag."""
+    """Return the points with these tags; for None, those without the tag. Reference points may lack a tag."""
     named = tags.items()
     return [
         p
@@ -165,7 +165,7 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of the plainest variant (see `plainest`) with values per layer or distance, and its tags.
+    """Return the points of one variant and its tags: the plainest (see `plainest`) with values per layer or distance.
 
     `tags` are the tags that selected the points. If the points have a single variant, all are returned.
     """
@@ -179,7 +179,7 @@ def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> 
 def drawable(
     frame: pd.DataFrame, metric: str, keep: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points for which `keep` is true in a metric's plainest variant (see `plainest`), and its tags.
+    """Return a metric's points for which `keep` is true, of its plainest variant only (see `plainest`), and its tags.
 
     Raises:
         ValueError: there are no such points; `missing` names them in the message, e.g. `values per head`. `select`
@@ -192,12 +192,12 @@ def drawable(
 
 
 def is_tabular(point: Point) -> bool:
-    """Return whether a point belongs to a table (e.g. of tokens), which curves and profiles do not show."""
+    """Return whether a point is an entry of a table (e.g. over token pairs), which curves and profiles do not show."""
     return not point.tags.keys().isdisjoint(AXES)
 
 
 def is_pair(point: Point) -> bool:
-    """Return whether a point belongs to a pair of layers, and to no table."""
+    """Return whether a point is the value of a pair of layers, and not an entry of a table."""
     return point.other_layer is not None and not is_tabular(point)
 
 
@@ -207,7 +207,7 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant whose tags are closest to a plain mean without normalization; of equal ones, the first."""
+    """Return the variant whose tags are closest to a plain mean without normalization, or the first of several."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
@@ -217,7 +217,7 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 
 
 def choice_text(tags: Mapping[str, Any]) -> str:
-    """Return the display text of a variant among others; if all its tags are None, a text such as `mean`."""
+    """Return the text of a variant in a list of choices; if all its tags are None, a text such as `mean`."""
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
         return ", ".join(filter(None, [text, _ABSENT["domain"]]))
@@ -286,10 +286,10 @@ def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataF
 
 
 def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any], list[Point]]]:
-    """Yield the rows of a table of results: analysis, metric and variant, and the points, one per checkpoint."""
+    """Yield the rows of `change_table` and `model_table`: analysis, metric, variant, and a point per checkpoint."""
     table = table[table["other_layer"].isna()]
     for name, metric in _AVERAGED.items():
-        if (table["analysis"] == name).any():  # the mean is shown instead of its tasks
+        if (table["analysis"] == name).any():  # show the mean or median instead of the tasks
             others = table["analysis"].str.startswith(f"{name.rpartition('/')[0]}/") & (table["analysis"] != name)
             table = table[(table["metric"] != metric) | ~others]
     for analysis, metric in dict.fromkeys(zip(table["analysis"], table["metric"], strict=True)):
@@ -329,7 +329,7 @@ def _few_orders(points: list[Point], metric: str) -> list[Point]:
 
 
 def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the number of loops among these tags that is nearest to the published number; None if there is none."""
+    """Return the number of loops among these tags that is nearest to the published one, 3; None if there is none."""
     loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
@@ -454,7 +454,7 @@ def _joined(table: Any, parts: Sequence[Any]) -> pd.DataFrame:
 
 
 def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
-    """Return a mean or median over tasks for each group of rows, with the number of tasks `n`.
+    """Return the mean or median over tasks for each value of the columns `by`, with the number of tasks `n`.
 
     The column with the audit's verdict is kept, so that figures can refuse suspect rows.
     """
@@ -514,7 +514,7 @@ def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
 
 
 def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return one row per variant of each checkpoint or model, and a note on the tasks."""
+    """Return the median or mean over tasks for each variant at each checkpoint (or model), and a note on the tasks."""
     parts: list[Any] = []
     places: dict[str, list[str]] = {}
     for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
@@ -528,10 +528,10 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 
 def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return one row per variant of one checkpoint or model, and a note on the tasks."""
+    """Return the median or mean over tasks for each variant at one checkpoint, and a note on the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
-    usual = tasks.idxmax()  # if counts are equal: float32, the first in this order
+    usual = tasks.idxmax()  # the precision of most tasks; if counts are equal, float32, which comes first
     others = [*rows.loc[precision != usual, "task"].unique()]  # tasks of another precision are left out
     rows = rows[precision == usual]
     by = [*(name for name in tags_of(rows) if name not in ("task", "statistic", "seed")), "layer"]

@@ -95,7 +95,7 @@ def layer_axis(number: str = "layer") -> Axis:
 
 @dataclass(frozen=True)
 class Training:
-    """The checkpoints of a figure, in order, and their number of training tokens where known."""
+    """The steps of a figure's checkpoints, in order, and their numbers of training tokens if known."""
 
     steps: list[int]
     tokens: Mapping[int, int | None] = field(default_factory=dict)
@@ -113,7 +113,10 @@ class Training:
 
     @property
     def edges(self) -> list[float]:
-        """Edges of the cells: midpoints between checkpoints. The checkpoint is in the middle of an outer cell."""
+        """Edges of heat map cells on the time axis: the midpoints between checkpoints.
+
+        The first and the last checkpoint are in the middle of their cells.
+        """
         places = self.places
         if len(places) < 2:
             return [places[0] - 0.5, places[0] + 0.5]

@@ -68,7 +68,7 @@ def emergence_curves(
     training = Training(tables.steps_of(every), {p.step: p.tokens for p in every})
     steps, series = training.steps, list[Series]()
     trained = sum(step > 0 for step in steps)
-    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # look of dashed lines
+    marks: dict[str, Any] = {"mark": "" if trained > 1 else "line-ew", "size": 9}  # a line of one point needs a mark
     dots: dict[str, Any] = {"mark": "" if trained > _MARKED else "circle"}
 
     def line(points: Sequence[tables.Point], name: str, color: str, **look: Any) -> None:
@@ -151,7 +151,7 @@ def training_curves(
 
 
 def _binned(points: Any, name: str) -> Any:
-    """Return means over bins of log(1 + step), each at the last step of its bin; step 0 has its own bin."""
+    """Return a training curve as means over bins of log(1 + step), each at the last step of its bin, and step 0."""
     places = np.log1p(points["step"])
     trained = places[places > 0]
     bins = (places - trained.min()) / max(trained.max() - trained.min(), 1e-9) * _BINS
@@ -160,7 +160,7 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return what has one line per value in the figure (layer, distance, ...), and the points that have it.
+    """Return the quantity whose values have a line each (layer, distance, ...), if any, and the points that have it.
 
     Of a list of values, such as singular values, only the first entry is used.
     """

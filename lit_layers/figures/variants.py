@@ -110,10 +110,10 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
 
 
 def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a map of a metric: the number M of middle blocks goes across, the number of loops up, with a step slider.
+    """Return a heat map of a metric over the number M of middle blocks (horizontal) and the number of loops (vertical).
 
-    One loop is the variant `parallel`. Dots mark the best number of loops for each M. Bright is better; grey was not
-    measured.
+    A slider selects the checkpoint. One loop is the variant `parallel`. Dots mark the best number of loops for each M.
+    Bright is better; grey was not measured.
 
     Raises:
         InputError: as in `variant_curves`.
@@ -225,7 +225,7 @@ def full_model(points: Iterable[Point]) -> list[Point]:
 
 
 def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> float | None:
-    """Return the score of guessing, if recorded or implied by the metric."""
+    """Return the score of guessing, or None if it is neither recorded nor implied by the metric."""
     if not is_in(metric, "above guessing"):
         return look_up(metric).level
     values = set(rows_of(frame, "random_score", analysis)["value"].dropna())
@@ -251,5 +251,5 @@ def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> d
 
 
 def _middle_axis(middles: Sequence[int]) -> Axis:
-    """Return an axis labelled only at measured numbers M: with an even number of blocks, for example, M is odd."""
+    """Return the axis of the number M of changed middle blocks, with labels only at measured numbers."""
     return Axis(title="Number of middle blocks changed (M)", labels={m: str(m) for m in spread(middles, 12)})

@@ -34,7 +34,7 @@ def area(size: float) -> float:
 
 
 def encoded(axis: Axis, side: str) -> dict[str, Any]:
-    """Return the x or y encoding of an axis."""
+    """Return the Vega-Lite encoding of an axis; `side` is x or y."""
     scale: dict[str, Any] = {"reverse": True} if axis.reverse else {}
     look: dict[str, Any] = {"title": axis.title or None, "grid": axis.grid}
     if axis.keys is not None:
@@ -64,7 +64,7 @@ def _labels(axis: Axis, side: str) -> dict[str, Any]:
 
 
 def phrase(template: str) -> str:
-    """Return a template such as `layer {x}` as a Vega expression."""
+    """Return a template such as `layer {x}` as a Vega expression that inserts the fields of a data row."""
     parts = re.split(r"\{(\w+)\}", template)
     return " + ".join(f"datum.{part}" if n % 2 else json.dumps(part) for n, part in enumerate(parts) if part)
 
@@ -74,7 +74,7 @@ def layer(where: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[st
 
 
 def hoverable(layer: dict[str, Any], tip: str) -> dict[str, Any]:
-    """Return a layer with a tooltip."""
+    """Return a Vega-Lite layer with a tooltip, whose text is the Vega expression `tip`."""
     tooltip = {"field": "tip", "type": "nominal"}
     transform = [*layer["transform"], {"calculate": tip, "as": "tip"}]
     return {**layer, "transform": transform, "encoding": {**layer["encoding"], "tooltip": tooltip}}
@@ -92,7 +92,7 @@ def row_field(field: str) -> dict[str, Any]:
 
 
 def rule(side: str, at: float, color: str, width: float) -> dict[str, Any]:
-    """Return a line across the plot at one position of an axis."""
+    """Return a Vega-Lite layer with a straight line across the plot, at position `at` of axis `side`."""
     across, long = ("y", "height") if side == "x" else ("x", "width")
     other = {across: {"value": 0}, f"{across}2": {"value": {"expr": long}}}
     mark = {"type": "rule", "color": color, "strokeWidth": width, "tooltip": None}
