@@ -1,11 +1,12 @@
 """Records, measurements, and the rules that decide which of them form one curve.
 
-The identity of a number is (training, step, analysis, config hash, data hash). If a number was measured twice, the last
-measurement counts. A run has one training: measurements of two trainings under one name are refused. A training that
-was resumed at an earlier step abandons its later measurements, which are in no curve.
+The identity of a measurement is (run, step, analysis, config hash, data hash). If several measurements have the same
+identity, only the last one is used. A run has one training: measurements of two trainings under one name are refused.
+If a training is resumed at an earlier step, it abandons the measurements of later steps that it made before: no curve
+includes these.
 
-The two hashes are the *settings* of a number: the options of the analysis and its data. A curve has the numbers of one
-settings only. By default these are
+The two hashes are the *settings* of a measurement: the options of the analysis and its data. A curve has numbers of the
+same settings only. By default these are
 
 - for a run over steps: the settings measured at the most steps, and among equals those measured first. Later
   experiments on some checkpoints then do not replace the curves of the training;
@@ -43,11 +44,11 @@ ALL, LAST, UNKNOWN = "all", "last", "unknown"  # all settings; the settings meas
 
 Settings = str | Collection[str]
 PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "safetensors", "numpy", "scipy", "mteb"]
-# Tags that index a table (a matrix, a map over tokens or categories, a path, a list of sizes or of random orders).
-# A number with one of them is a cell of that table and makes no curve.
+# Tags that index a table: a matrix, a map over tokens or categories, a path, a list of training set sizes or of random
+# orders of the blocks. A number with one of them is a cell of that table and is not drawn in a curve.
 AXES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
-# Tags that index the lines of one figure. A number with one of them, or with `reference`, is drawn in its own figure,
-# not among the curves over layers and models.
+# Tags that index the lines of one figure. A number with one of them, or with the tag `reference`, is drawn in a figure
+# of its metric and not among the curves over layers and models.
 ORDINALS = ("distance", "index")
 NO_CURVE = {*AXES, *ORDINALS, "reference"}
 ByPrompt = NDArray[np.float32]
@@ -61,12 +62,13 @@ class Record:
     Args:
         metric: name of the metric.
         value: the number; NaN if it is undefined.
-        layer, other_layer: the layer, or pair of layers, it belongs to; None: the whole model.
+        layer, other_layer: the layer, or both layers of a pair, that the number belongs to; None: the whole model.
         stderr, n: standard error and sample size over prompts or test rows.
         low, high: ends of the 95% interval.
         tags: values that identify the number among those of its metric (`k`, `reference`, ...). Tags named `num_...`
             are counts, for example of left-out prompts, and do not identify it.
-        by_prompt: (prompts,), the values whose mean is `value`, in the order of the data; NaN for a prompt without one.
+        by_prompt: (prompts,), one value per prompt, in the order of the data; NaN if a prompt has none. Their mean is
+            `value`.
         states: (prompts, dim), the vectors that the number is computed from. `records.write_values` writes `by_prompt`
             and `states` to a file of their own.
     """
@@ -98,7 +100,7 @@ class _Provenance(TypedDict, total=False):
 
 
 class Lineage(NamedTuple):
-    """The training of a run: its id, and the earlier steps at which it was resumed, in order of time."""
+    """The training of a run: its id, and the steps at which it was resumed, in order of time."""
 
     run: str
     training: str
@@ -133,7 +135,7 @@ class Measurement:
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
-    """Return the tags that identify a record among those of its metric: all except counts (`num_...`) and `without`."""
+    """Return the tags that identify a record among the records of its metric: not counts (`num_...`), not `without`."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
@@ -176,15 +178,16 @@ def short(settings: str) -> str:
 def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
     """Return the measurements without those that their training abandoned.
 
-    A training that is resumed at a step abandons its measurements of later steps. Each measurement records the steps
-    at which its training was resumed so far. `known` has the complete list, if it is known.
+    A training that is resumed at a step abandons the measurements of later steps that it made before. Each measurement
+    records the steps at which its training had been resumed when it was made. `known`, if given, has the complete list
+    of these steps.
 
     Raises:
         InputError: a run has measurements of two trainings.
     """
     measurements = [*measurements]
-    trainings: dict[str, str] = {}  # by run
-    ways = {known.training: known.resumed} if known else {}  # all steps at which each training was resumed
+    trainings: dict[str, str] = {}  # the training of each run
+    ways = {known.training: known.resumed} if known else {}  # all steps at which a training was resumed, by training
     for m in measurements:
         if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
             raise InputError(
@@ -198,7 +201,9 @@ def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = 
 
 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return the last measurement of each identity, including failed ones, in the order of the file.
+    """Return the last measurement of each identity (run, step, analysis, settings), in the order of the file.
+
+    Failed measurements are included, abandoned ones are not.
 
     Raises:
         InputError: a run has measurements of two trainings.
@@ -227,8 +232,9 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
     """Return the last measurements of the settings that form the curves, including failed ones.
 
-    `settings` names one or several settings to use instead of the default, for analyses that have them; `all` returns
-    the measurements of all settings.
+    Without `settings`, the default in the docstring of this module chooses them. `settings` names one or several
+    settings to use instead, for the analyses that were measured with them. `all` returns the measurements of all
+    settings.
 
     Raises:
         InputError: no analysis has these settings, one analysis has several of them, or a run has two trainings.
@@ -243,7 +249,8 @@ def split_shown(
     measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
-    curves: dict[tuple[str, str], dict[str, set[int]]] = {}  # (run, analysis): settings in order of time, their steps
+    # the steps that were measured, by (run, analysis) and then by settings, in order of time
+    curves: dict[tuple[str, str], dict[str, set[int]]] = {}
     written_last: dict[tuple[str, str], str] = {}
     last: dict[tuple[Any, ...], Measurement] = {}
     for m in measurements:
@@ -263,15 +270,15 @@ def split_shown(
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that numbers or training depend on.
+    """Return the versions of Python and of the packages that measured numbers or trainings depend on.
 
-    Packages that only provide files or texts are left out, because hashes identify these.
+    Packages that only provide files or texts are left out, because the hashes of these are recorded.
     """
     import torch
 
     installed = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed: optional, or a checkout
             installed[package] = importlib.metadata.version(package)
     return installed
 
@@ -304,11 +311,10 @@ def refuse_other_versions(theirs: Mapping[str, str], who: str) -> None:
 
 
 def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str], str]:
-    """Return, by run and analysis, the settings whose curves are logged under the plain name of the analysis.
+    """Return, by run and analysis, the settings whose curves are logged under the analysis's name without a suffix.
 
-    These are the settings that were measured first.
-
-    Unlike the settings of `shown`, these never change while a file grows, so that a logged curve stays one curve.
+    These are the settings that were measured first. They never change while a file grows, unlike the settings that
+    `shown` chooses, so that a curve in W&B does not change its name.
     """
     plain: dict[tuple[str, str], str] = {}
     for m in measurements:
@@ -320,7 +326,7 @@ def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str],
 def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> str:
     """Return the name under which an analysis is logged: `coupling`, or `coupling@1a2b3c4d` for other settings.
 
-    The first settings of an analysis get the plain name and are added to `plain`.
+    The first settings of an analysis get the name without a suffix and are added to `plain`.
     """
     settings = settings_of(measurement)
     if plain.setdefault((measurement.run, measurement.analysis), settings) == settings:
@@ -329,7 +335,11 @@ def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> 
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
-    """Return the settings of one curve, given the steps at which each of its settings were measured."""
+    """Return the settings that form the curves of one analysis of a run.
+
+    `steps` has the steps that were measured, by settings. `asked` names the settings that a reader requested, and
+    `written_last` those measured last.
+    """
     named = dict.fromkeys(name for each in asked for name in steps if name == each or _is_named(name, each))
     named = {name: None for name in named if name in asked} or named
     if len(named) > 1:
@@ -338,7 +348,7 @@ def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: s
         return next(iter(named))
     if LAST in asked or not any(steps.values()):
         return written_last
-    return max(steps, key=lambda name: len(steps[name]))  # the first among equals
+    return max(steps, key=lambda name: len(steps[name]))  # max returns the first of several equals
 
 
 def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[int]]]) -> None:
@@ -350,6 +360,6 @@ def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[in
 
 
 def _is_named(settings: str, asked: str) -> bool:
-    """Return whether each hash of the settings begins with the requested digits."""
+    """Return whether `asked`, the beginnings of one or both hashes joined by a dot, fits these settings."""
     hashes, beginnings = settings.split("."), asked.split(".")
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))

@@ -5,10 +5,11 @@ Both files have one JSON object per line. Lines are only appended, except that a
 does not parse and has no newline is torn: readers skip it, and the next writer removes it. Any other line that does not
 parse is refused with its file name and number.
 
-`lit_layers.identity` explains which lines are the same number, and which numbers form a curve.
+`lit_layers.identity` explains which lines repeat a measurement, and which numbers form a curve.
 
 The values of single prompts are in `values/step-000001000/ANALYSIS-DIGEST.safetensors`, one file for each step,
-analysis and settings. These files may be deleted; comparisons of curves then do without them.
+analysis and settings (options and data of the analysis). These files may be deleted. Comparisons of curves then do not
+use the values of single prompts.
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -72,7 +73,7 @@ _NUMBERS = {
 }
 _TAG_TYPES = {bool: "boolean", int: "Int64", float: "Float64", str: "str"}
 COLUMNS = (*_RUN_COLUMNS, *_NUMBERS, "settings")
-AUDIT = "audit"  # the field of provenance with the verdict, and its column in tables with a suspect checkpoint
+AUDIT = "audit"  # name of the verdict in the provenance, and of its column in tables with suspect checkpoints
 FAILED = "failed"  # the metric of a record whose computation failed; `Store.is_done` then asks for another attempt
 
 
@@ -83,7 +84,7 @@ def append(path: str | Path, measurement: Measurement) -> None:
         InputError: the file cannot be written.
     """
     line = {item.name: getattr(measurement, item.name) for item in fields(Measurement)}
-    line["records"] = [  # without empty fields
+    line["records"] = [  # empty fields are left out, to save space
         {name: value for name, value in vars(record).items() if value is not None and value != {}}
         for record in drop_values(measurement).records
     ]
@@ -102,7 +103,7 @@ def read(path: str | Path) -> list[Measurement]:
 
 
 def lineage_in(root: str | Path) -> Lineage | None:
-    """Return the lineage of the training in a folder, from run.json; None if it has none.
+    """Return the training in a folder, and the steps at which it was resumed, from run.json; None if there is none.
 
     Raises:
         InputError: run.json is damaged.
@@ -135,7 +136,7 @@ class Store:
         for measurement in drop_abandoned(read(path) if measurements is None else measurements, lineage):
             keep(self._last, measurement)
         trained = [m for m in self._last.values() if m.step is not None]
-        if lineage is None and trained:  # a series, or a training whose run.json was removed
+        if lineage is None and trained:  # measurements of a series, or of a training whose run.json was removed
             last = max(trained, key=lambda m: len(m.resumed))
             self.lineage = Lineage(last.run, last.training, last.resumed)
 
@@ -147,21 +148,24 @@ class Store:
         """Write a measurement and its `by_prompt` values to the disk; return the measurement without these values.
 
         Raises:
-            InputError: another training has taken over the folder, while this process measured the first one.
+            InputError: another training has begun in the folder since this process began to measure the first one.
         """
         if (mine := self.lineage) is not None and mine.run == measurement.run and measurement.step is not None:
             now = lineage_in(self.path.parent)
             if now is not None and now.training != mine.training:
                 raise InputError(f"root: another training has begun in {self.path.parent}: this is measured for none")
             measurement = replace(measurement, training=mine.training, resumed=[*mine.resumed])
-        write_values(self.path.parent, measurement)  # before the line that they belong to
+        write_values(self.path.parent, measurement)  # first, so that each line in the file has its values
         measurement = drop_values(measurement)
         append(self.path, measurement)
         keep(self._last, measurement)
         return measurement
 
     def last(self, run: str, step: int | None, analysis: Any) -> Measurement | None:
-        """Return the last measurement with the options and data of this analysis, or one that failed early."""
+        """Return the last measurement of a step with the options and data of this analysis; None if there is none.
+
+        A measurement that failed before its options and data were known is also returned.
+        """
         settings = settings_name(analysis.config_hash(), analysis.data_hash())
         entry = run, step, analysis.name
         return self._last.get((*entry, settings)) or self._last.get((*entry, None))
@@ -169,8 +173,8 @@ class Store:
     def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
         """Return whether the analysis completed before, with the same options, data and weights.
 
-        `facts` are compared with its provenance: `weights_hash`, or `weight_files` and `dtype` if no weights are
-        loaded.
+        `facts` must be equal to its provenance. They are `weights_hash` or, before the weights are loaded,
+        `weight_files` and `dtype`.
         """
         last = self.last(run, step, analysis)
         if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
@@ -198,9 +202,9 @@ def frame(
 ) -> pd.DataFrame:
     """Return the tidy table of measurements: one row per number, one column per tag.
 
-    Failed measurements give no rows. A tag with the name of another column becomes `tag_<name>`. If a checkpoint is
-    suspect, a last column `audit` has the verdicts. Figures refuse a table with several settings, and one with suspect
-    rows unless an option allows these.
+    Failed measurements give no rows. A tag with the name of another column becomes `tag_<name>`. If an audit found a
+    checkpoint suspect, a last column `audit` has the verdicts. Figures refuse a table with several settings of an
+    analysis. They also refuse rows of suspect checkpoints, unless an option allows these.
 
     Args:
         measurements: measurements, a file of them, the folder of a run, or a list of files and folders; a list adds a
@@ -239,7 +243,7 @@ def frame(
 
 
 def key(analysis: str, record: Record) -> str:
-    """Return the name of a record's curve: `trajectory/line_shape_score/layer_03`, `coupling/coupling/k=12`."""
+    """Return the name of a curve over steps that a record belongs to: `trajectory/line_shape_score/layer_03`."""
     texts = {name: f"{tag:g}" if isinstance(tag, float) else tag for name, tag in variant_of(record.tags).items()}
     tags = [f"{name}={text}" for name, text in sorted(texts.items())]
     layers = [] if record.layer is None else [f"layer_{record.layer:02d}"]
@@ -250,9 +254,9 @@ def key(analysis: str, record: Record) -> str:
 class ScalarLog:
     """The scalars of training in `metrics.jsonl`, one row per step.
 
-    `log` collects the values of a step in an open row, and the next step closes the row. `close` also closes the open
-    row and returns when all rows are on the disk. A checkpoint can then store `offset`, and a resumed run can
-    `truncate` the file to it.
+    `log` collects the values of a step in an open row, which is written when the next step is logged. `close` also
+    writes the open row and returns when all rows are on the disk. A checkpoint can then store `offset`, and a resumed
+    run can `truncate` the file to it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -278,7 +282,7 @@ class ScalarLog:
         self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
-        """Close the open row and return when every row is in the file, or with `durably` on the disk.
+        """Write the open row and return when every row is in the file or, with `durably`, on the disk.
 
         A kill loses no row in either case. A power cut may lose the rows since the last durable close.
         """
@@ -289,7 +293,7 @@ class ScalarLog:
 
     @property
     def offset(self) -> int:
-        """Size of the closed rows in bytes."""
+        """Size of the file in bytes, without the open row."""
         self._prepare()
         return self.path.stat().st_size if self.path.exists() else 0
 
@@ -313,7 +317,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """Repair a torn last row and find the step of the last complete row, on the first call."""
+        """On the first call, repair the last row if a kill cut it, and find the step of the last complete row."""
         if self._ready:
             return
         if self.path.exists():
@@ -341,14 +345,18 @@ def rows(path: str | Path) -> list[dict[str, float]]:
     Raises:
         InputError: a line is not a valid row.
     """
-    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])  # closing the log can split a step's row
+    # A step has two lines if the log was closed within it: they are joined to one row.
+    lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])
     return [
         {name: value for part in parts for name, value in cast("dict[str, float]", part).items()} for _, parts in lines
     ]
 
 
 def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series]:
-    """Return a column per tag. It is typed if all its values have one type, and else has Python objects."""
+    """Return a column per tag, for the table of `frame`.
+
+    If all values of a tag have one type, the column has this type. Otherwise it holds Python objects.
+    """
     columns = {}
     for name in dict.fromkeys(name for _, record in pairs for name in record.tags):
         values = [record.tags.get(name) for _, record in pairs]
@@ -359,14 +367,15 @@ def _tag_columns(pairs: list[tuple[Measurement, Record]]) -> dict[str, pd.Series
 
 # ------------------------------------------------------------------------------------------------ values of prompts
 
-_ROUNDING = 1e-5  # relative rounding error of a mean of many numbers in float32
+_ROUNDING = 1e-5  # limit of the relative rounding error of a mean of many numbers in float32
 
 
 def write_values(root: Path, measurement: Measurement) -> None:
-    """Write the `by_prompt` values of a measurement's records, and their `states` as `layer-L`, to their own file.
+    """Write the `by_prompt` values of a measurement's records, and their `states`, to the file at `values_path`.
 
-    Values are written for numbers that form curves, not for matrices, maps, or scores on a probe's training rows. A
-    failure to write is only a warning, because the numbers themselves matter more.
+    The `states` of layer L are named `layer-L`. Values are written for numbers that form curves, not for matrices,
+    maps, or scores on the rows that a probe was fitted to. If the file cannot be written, this only warns, because the
+    numbers themselves matter more.
     """
     tensors = {f"layer-{record.layer}": record.states for record in measurement.records if record.states is not None}
     for record in measurement.records:
@@ -384,9 +393,9 @@ def write_values(root: Path, measurement: Measurement) -> None:
 
 
 def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
-    """Return the stored `by_prompt` values, (prompts,) each, of a measurement's records, by `key`.
+    """Return the stored `by_prompt` values, (prompts,) each, of a measurement's records, by the records' `key`.
 
-    The result is empty if there is no file, if it belongs to other weights, or, with a warning, if it is damaged.
+    The result is empty if there is no file, if it belongs to other weights, or if it is damaged, which is a warning.
     """
     path = values_path(root, measurement)
     names = {key(measurement.analysis, record) for record in measurement.records}
@@ -403,7 +412,10 @@ def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
 
 
 def values_path(root: Path, measurement: Measurement) -> Path:
-    """Return the path of `by_prompt` values: one file for each training, run, step, analysis and settings."""
+    """Return the path of the file with the `by_prompt` values of a measurement.
+
+    There is one file for each training, run, step, analysis and settings.
+    """
     digest = sha16(json.dumps([measurement.training, measurement.run, measurement.analysis, settings_of(measurement)]))
     step = "no-step" if measurement.step is None else f"step-{measurement.step:09d}"
     name = re.sub(r"[^\w.-]", "_", measurement.analysis)[:80]
@@ -411,7 +423,7 @@ def values_path(root: Path, measurement: Measurement) -> Path:
 
 
 def drop_values(measurement: Measurement) -> Measurement:
-    """Return the measurement as `measurements.jsonl` has it: without `by_prompt` and `states` of its records."""
+    """Return the measurement as it is in `measurements.jsonl`: without `by_prompt` and `states` of its records."""
     return replace(measurement, records=[replace(each, by_prompt=None, states=None) for each in measurement.records])
 
 
@@ -424,7 +436,7 @@ def _makes_a_curve(record: Record) -> bool:
 
 
 def _is_mean(values: ByPrompt, value: float) -> bool:
-    """Return whether there are two or more defined values and `value` is their mean."""
+    """Return whether two or more prompts have a value, and `value` is the mean of these."""
     defined = values[~np.isnan(values)].astype(np.float64)
     if len(defined) < 2 or not np.isfinite(defined).all():
         return False
@@ -436,11 +448,11 @@ def _is_mean(values: ByPrompt, value: float) -> bool:
 
 @contextmanager
 def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
-    """Open a file for appending, repair its last line, and lock out other writers on this machine."""
+    """Open a file for appending, lock out other writers on this machine, and repair its last line."""
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        # Unbuffered: a line is one write, so that a reader or a kill may see it torn but never interleaved.
+        # Unbuffered, so that each line is one write: a kill may cut it, but lines never mix.
         with open(path, "a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
@@ -451,7 +463,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
 
 
 def _repair(file: Any) -> None:
-    """Add a missing newline to a complete last line; remove a torn last line."""
+    """Repair the end of a file after a kill: add a missing newline to the last line, or remove an incomplete line."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         return
@@ -469,7 +481,7 @@ def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     content = text.encode("utf-8", "replace") + b"\n"  # file names may have lone surrogates, which UTF-8 cannot encode
     written = file.write(content)
-    while written < len(content):  # a signal or a full disk ends a write early; on a full disk the next one raises
+    while written < len(content):  # a signal or a full disk cuts a write; if the disk is full, the next write raises
         written += file.write(content[written:])
 
 
@@ -482,7 +494,7 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
     if not path.exists():
         return
     with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size  # the size now: a writer may append faster than this reads
+        left = os.fstat(file.fileno()).st_size  # later lines are not read: a writer may append faster than this reads
         for number, line in enumerate(file, start=1):
             left -= len(line)
             if left < 0:
@@ -493,7 +505,7 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
                 yield schema.parse(line, kind, f"{path}, line {number}", RESTORE)
             except schema.NotJson:
                 if not line.endswith(b"\n"):
-                    return  # torn, or still being written
+                    return  # the last line is incomplete: cut by a kill, or still being written
                 raise
 
 
