@@ -1,1 +1,1 @@
-"""Tasks: the catalogue, local copies, reading and splitting rows, and scores of layers and running orders."""
+"""Downstream tasks: their catalogue and local copies, reading and splitting their rows, and scoring models on them."""

@@ -39,14 +39,16 @@ from lit_layers.tasks.lm_eval_scorer import (
 from lit_layers.tasks.task_files import read_result, version_of
 
 NORMALIZED = "normalized_score"
-_SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # options that only select variants
+_SELECTION = ("name", "variants", "middles", "seeds", "loops", "custom")  # options that say which variants are scored
 # If a variant raises one of these errors, it is recorded as failed and the others continue. Running out of memory
 # raises a RuntimeError.
 _FAILURES = (InputError, FloatingPointError, RuntimeError)
 
 
 def mean_and_error(metric: str, runs: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Return a metric averaged over runs, such as the seeds of a random order, and its standard error over rows.
+    """Return a metric averaged over runs of a task, such as the seeds of a random order, with its standard error.
+
+    The standard error is that of a mean over the rows of the task.
 
     Args:
         metric: Name of the metric. The perplexity is exp of the mean negative log-likelihood of a run. Its error is
@@ -105,8 +107,8 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     """Return the standard error of the normalised score, over rows that both models were scored on.
 
     To first order, this is the standard error of the mean of (x - b' y) / (b_full - b_random) over rows. Here x is the
-    variant's score of a row, y is the full model's, b' is the normalised score, b_full is the full model's mean score,
-    and b_random is the random score, which counts as a constant. One row gives None.
+    variant's score of a row, y is the full model's score of this row, b' is the normalised score, b_full is the full
+    model's mean score, and b_random is the random score, which is treated as a constant. One row gives None.
     """
     scores, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
     span = base.mean() - random_score
@@ -203,7 +205,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
-        """Return all options that decide the numbers, with the version of lm-eval and a hash of the task file."""
+        """Return all options that decide the scores, with the version of lm-eval and a hash of the task file."""
         config = super().config()
         if self.code_file is not None:
             config["init_args"]["task_file"] = task_file_hash(Path(self.task))
@@ -211,7 +213,10 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return config
 
     def data_hash(self) -> str | None:
-        """Return a hash of the local rows, or None if lm-eval loads the rows. Each result then holds their hash."""
+        """Return a hash of the task's local data, or None if lm-eval loads the data.
+
+        In the second case, the result file of each variant has a hash of the rows.
+        """
         return None if self._local is None else self._local.data_hash()
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
@@ -224,7 +229,10 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def _scored(
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
-        """Return the scores of each schedule, from its file or computed, and the reasons why schedules failed."""
+        """Return the scores of the variants by schedule, and for schedules that failed the reason.
+
+        Scores are read from result files. Missing scores are computed and saved.
+        """
         folder = self._folder(model)
         # File names are hashes, because a schedule may be longer than a file name can be.
         files = {each.schedule: folder / f"{sha16(format_schedule(each.schedule))}.json" for each in variants}
@@ -295,7 +303,10 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         )
 
     def _folder(self, model: LayeredModel) -> Path:
-        """Return the folder of results, named by a hash of all options that decide them, without the schedule."""
+        """Return the folder for the result files of all schedules of a model.
+
+        Its path contains hashes of the weights and of all options that decide the scores.
+        """
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _SELECTION}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
         options |= {"dtype": self.dtype if self.dtype == "bfloat16" else model.precision, "attention": model.attention}
@@ -303,7 +314,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         return self.results / weights_hash(model.model) / self.task_name / hash_of(options)
 
     def _facts(self, variant: Variant) -> dict[str, Any]:
-        """Return the facts that are written next to the scores for human readers."""
+        """Return what a result file says for human readers: the variant, its schedule and how it was scored."""
         facts = {"variant": str(variant), "schedule": format_schedule(variant.schedule)}
         facts["scorer"] = f"lm-eval {version_of('lm_eval')}"
         if self._local is not None and self._local.copy is not None:
@@ -322,10 +333,11 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 def _variant_records(
     variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores, lead: bool
 ) -> Iterator[Record]:
-    """Yield the records of one variant, or of the mean over several seeds.
+    """Yield the records of `BenchmarkScores` for one variant, or for the mean over the seeds of a random order.
 
-    Scores are first averaged over seeds in each row. The difference from the full model is paired over rows. A single
-    seed has no record of this difference. Normalised scores are omitted unless the full model beats guessing (`lead`).
+    `scores` has one item per seed. Scores are first averaged over seeds in each row of the task. The difference from
+    the full model is paired over rows, and a single seed has no record of it. Normalised scores are omitted unless
+    `lead` is set, which means that the full model beats guessing.
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])

@@ -1,6 +1,6 @@
 """The catalogue of all tasks (linear probes, prompts, benchmarks, GLUE and MTEB), and the rows and metrics of GLUE.
 
-The entries are in `catalogue.yaml`, by name within each use, such as benchmarks.
+The tasks are listed in `catalogue.yaml`, by what they are used for and then by name.
 """
 
 import json
@@ -80,15 +80,18 @@ class ScoredTask(Task):
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
-    """Return the tasks with this use by name, in the order of the catalogue. Probe tasks are only in `TASKS`."""
+    """Return the tasks of the catalogue that are used for `use`, by name, in the order of the catalogue.
+
+    Tasks of linear probes are not returned. They are in `TASKS`.
+    """
     return {row.name: row for row in CATALOGUE if isinstance(row, ScoredTask) and row.use == use}
 
 
 def find(use: Use, name: str, instead: str = "") -> ScoredTask:
-    """Return the task with this use and name.
+    """Return the task of the catalogue with this name among those used for `use`.
 
     Raises:
-        InputError: There is no such task. The message ends with `instead`, which says what else to do.
+        InputError: There is no such task. The message ends with `instead`, an alternative for the user.
     """
     tasks = tasks_of(use)
     if name not in tasks:
@@ -115,7 +118,8 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
 
     Args:
         names: Names of tasks or groups. The groups are `layerwise32`, the domains of its tasks, and `local`.
-        folder: A folder of local data. Tasks with all their files in it are read from there, and `local` selects them.
+        folder: A folder of local data. A task is read from this folder if all its files are in it. `local` selects
+            these tasks.
 
     Raises:
         InputError: A name is unknown, or `local` selects no task.
@@ -139,7 +143,10 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
 
 
 def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:
-    """Return the error for an unknown task name, which suggests the nearest names or the first ones."""
+    """Return the error for an unknown task name. Its message suggests similar names or, if there are none, the first.
+
+    The message ends with `instead`, an alternative for the user.
+    """
     names = list(tasks)
     remedy = did_you_mean(name, names, f"expected one such as {', '.join(names[:12])}")
     return InputError(f"task: there is no {name!r}; {remedy}{'; or ' if instead else ''}{instead}")
@@ -171,16 +178,16 @@ class GlueRows:
     """The rows of one GLUE split."""
 
     task: ScoredTask
-    texts: tuple[tuple[str, ...], ...]  # one or two per row
-    targets: tuple[float, ...]  # class indices, or values
+    texts: tuple[tuple[str, ...], ...]  # the one or two texts of each row
+    targets: tuple[float, ...]  # class indices, or the values of a regression
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def take(self, number: int | None, *, seed: int) -> "GlueRows":
-        """Draw `number` rows without replacement. A larger draw begins with the rows of a smaller one.
+        """Return `number` random rows, drawn without replacement. A larger draw begins with the rows of a smaller one.
 
-        If `number` is None, or not below the number of rows, all rows are returned in their order.
+        If `number` is None, or at least the number of rows, all rows are returned in their order.
         """
         if number is None or number >= len(self):
             return self

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MODULES = "modules.json"
 _ADVICE = "with --modules none pooled states are taken as they are"
 _REMEDY = f"download or save the model again; {_ADVICE}"
-# The pooling that a config file names as `pooling_mode`, or older files by boolean switches. The default is the mean.
+# Pooling names in the config file of an encoder, and in this package. New files name one as `pooling_mode`. Older files
+# have a boolean switch for each. The default is the mean.
 _POOLINGS: Mapping[str, TextPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _SWITCHES: Mapping[str, TextPooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -80,7 +81,10 @@ class SentenceEncoder:
         return whole.lower() if self.lowercases else whole
 
     def facts(self, follows: bool) -> dict[str, Any]:
-        """Return facts for a layer's result file. `follows` tells whether the layer uses the encoder's settings."""
+        """Return what a layer's result file says about the encoder.
+
+        `follows` tells whether the layer uses the encoder's pooling, normalisation and similarity.
+        """
         pooled = {"pooling": self.pooling} if follows else {}
         how = {"normalized": follows and self.normalizes, "similarity": self.similarity if follows else "cosine"}
         return pooled | how | {"prompts": dict(self.prompts)}
@@ -126,7 +130,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
 
 
 def _pooling(read: Callable[[str], bytes], path: str) -> TextPooling:
-    """Return the pooling named in the config file of the Pooling module."""
+    """Return the pooling of a sentence encoder, which the config file at `path` of its Pooling module names."""
     if (config := _read(read, path)) is None:
         raise InputError(f"{MODULES} names {path}, which is not there: {_REMEDY}")
     switched = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
@@ -139,7 +143,10 @@ def _pooling(read: Callable[[str], bytes], path: str) -> TextPooling:
 
 
 def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -> Any:
-    """Return the content of a file, or None if it is missing or HF_HUB_OFFLINE prevents its download."""
+    """Return the parsed JSON file at `path` of an encoder, or None if it is missing.
+
+    A file that cannot be downloaded because HF_HUB_OFFLINE is set counts as missing.
+    """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     try:
@@ -148,16 +155,15 @@ def _read(read: Callable[[str], bytes], path: str, kind: Any = dict[str, Any]) -
         return None
     except InputError as error:
         cause: BaseException | None = error
-        # Compare the exact type: without a network, the Hub client raises a subclass, which does not mean that the file
-        # is missing.
+        # Only the exact type means that the file is missing. Without a network, the Hub client raises a subclass.
         if type(error.__cause__) is FileNotFoundError:
             return None
         while cause is not None and not isinstance(cause, OfflineModeIsEnabled):
             cause = cause.__cause__
         if cause is None:
             raise
-        # Offline, a file that is not cached cannot be told from a file that the model lacks. Most models have no
-        # modules.json, so it is taken as missing, with a warning.
+        # HF_HUB_OFFLINE is set and the file is not cached, so it is unknown whether the model has it. Return None, as
+        # if it were missing, because most models have no modules.json, and warn.
         if path == MODULES:
             warnings.warn(f"{path} is not in the cache, and the Hub is not asked: taken as not there", stacklevel=4)
         return None
@@ -179,8 +185,9 @@ class NotFiniteError(InputError):
 class TaskEmbeddings:
     """The embeddings of a task's texts at all layers, computed on the first request for a text and then cached.
 
-    `last_pooling` is the pooling of the last layer if it differs. `num_cut` counts truncated texts. `num_empty` counts
-    blank texts that give no token. In place of such a text, the end-of-text token is embedded.
+    `last_pooling` is the pooling of the last layer, or None if it is `pooling` as at the other layers. `num_cut` counts
+    truncated texts. `num_empty` counts blank texts that give no token. In place of such a text, the end-of-text token
+    is embedded.
     """
 
     view: LayeredModel
@@ -264,13 +271,16 @@ class LayerEncoder:
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _MIN_NORM)
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of all pairs, (first, second), as the encoder defines it, or by default the cosine."""
+        """Return the similarity of each of the first embeddings with each of the second, (first, second).
+
+        It is the similarity that the encoder defines, or by default the cosine.
+        """
         from mteb.similarity_functions import cos_sim, dot_score
 
         return (dot_score if self._dot else cos_sim)(embeddings1, embeddings2)
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Any:
-        """Return the similarity of corresponding rows, (pairs,), as in `similarity`."""
+        """Return the similarity of row i of the first embeddings with row i of the second, (rows,)."""
         from mteb.similarity_functions import pairwise_cos_sim, pairwise_dot_score
 
         return (pairwise_dot_score if self._dot else pairwise_cos_sim)(embeddings1, embeddings2)

@@ -94,7 +94,7 @@ class MtebTask(TokenizerMixin, Analysis):
         encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)
 
     def config(self) -> dict[str, Any]:
-        """Return all options that decide the numbers, with the version of mteb."""
+        """Return all options that decide the scores, with the version of mteb."""
         config = super().config()
         task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset")}
         config["init_args"] |= {"task": task, "mteb": version_of("mteb")}
@@ -141,9 +141,12 @@ class MtebTask(TokenizerMixin, Analysis):
                 yield Record(metric="main_score", value=result["main_score"], layer=layer, n=result["n"], tags=tags)
 
     def _option_tags(self) -> dict[str, Any]:
-        """Return tags for options that differ from their defaults. Means combine only tasks with equal tags."""
-        # The tag is not named `seed`, because pages, exports and `correlate` take a record with that tag for one of
-        # several random draws and ignore it.
+        """Return the tags of the records for options that differ from their defaults.
+
+        `averages` combines only tasks with equal tags.
+        """
+        # The tag is named `mteb_seed`, because pages, exports and `correlate` ignore records with the tag `seed`: it
+        # marks one of several random draws.
         seed = {} if self.seed == SEED else {"mteb_seed": self.seed}
         where = "the last layer" if self.modules == "last" else "every layer"
         encoder = {} if self.encoder is None else {"modules": f"{self.encoder} at {where}"}
@@ -154,16 +157,16 @@ class MtebTask(TokenizerMixin, Analysis):
         return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
 
     def _header(self, follows: bool) -> dict[str, Any]:
-        """Return the facts at the beginning of a layer's result file."""
+        """Return the first entries of a layer's result file: the task, its data and how texts are embedded."""
         facts = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
         return facts | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
-        """Return a hash of everything that decides a layer's score, except the weights."""
+        """Return a hash, for the folder of the result files, of all that decides a layer's score except the weights."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
         dtype = self.dtype if self.dtype == "bfloat16" else model.precision
-        # Replaces the tokenizer's path by a hash of its content.
+        # Replace the tokenizer's path by a hash of its content, so that a copy elsewhere gives the same results.
         options |= {"tokenizer": self.tokenizer_hash(), "max_tokens": limit, "dtype": dtype}
         options |= {"data": self.data_hash(), "attention": model.attention}
         return hash_of(options)
@@ -207,9 +210,10 @@ def mteb_analyses(
 
 
 def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
-    """Return the label-free analyses of a task.
+    """Return the analyses of an MTEB task's texts that need no labels: `Representation` and `Invariance`.
 
-    The list is empty if the task has no single texts or its data cannot be loaded. Scoring the task reports the error.
+    The list is empty if the task has only pairs of texts. It is also empty if the data cannot be loaded, because the
+    analysis `scored` reports this error.
     """
     task = scored.task
     how: dict[str, Any] = {"states": scored.states, "pooling": scored.pooling}
@@ -226,7 +230,7 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
     invariance = Invariance(texts=sample, **about, **how)
     try:
         invariance.views  # noqa: B018
-    except InputError as error:  # one unsuitable task must not stop the other tasks
+    except InputError as error:  # only warn, so that the other tasks are measured
         warnings.warn(f"{invariance.name} is not measured: {error}", stacklevel=3)
         return [representation]
     return [representation, invariance]
@@ -316,5 +320,5 @@ def _layers(table: Any) -> list[int]:
 
 
 def _mean(scores: Any, layers: list[int]) -> np.ndarray:
-    """Return the mean over tasks at each layer, NaN if a task has no score there."""
+    """Return the mean of a table of scores over tasks, (layers,). It is NaN at layers where a task has no score."""
     return scores[layers].to_numpy(dtype=float).mean(axis=0) if len(scores) else np.full(len(layers), np.nan)

@@ -40,7 +40,7 @@ def data_hash(spec: ScoredTask) -> str | None:
 
 
 def describe(spec: ScoredTask) -> dict[str, Any]:
-    """Return where the data comes from and how it differs from the official data, for the result files."""
+    """Return what a result file says about a task's data: its origin and how it differs from the official data."""
     source: dict[str, Any] = {"source": "hub"}
     if spec.copy is not None:
         source = {"source": "folder", "difference": spec.copy.difference}
@@ -77,7 +77,7 @@ def _official(name: str) -> Any:
 
 
 def _open_copy(spec: ScoredTask, seed: int) -> Any:
-    """Return the mteb task with data from the local copy, in the form in which mteb itself loads it."""
+    """Return the mteb task with its data set from the local copy, in the format of mteb's own data set."""
     from datasets import Dataset, DatasetDict
 
     task = type(_official(spec.name))(seed=seed)
@@ -88,7 +88,7 @@ def _open_copy(spec: ScoredTask, seed: int) -> Any:
         task.dataset = {"default": {"test": _candidates(splits["test"])}}
     else:
         task.dataset = DatasetDict({split: Dataset.from_dict(columns) for split, columns in splits.items()})
-        # Let mteb rename the columns. Those of pair classification already have their final names.
+        # mteb's transform renames the columns. Columns of pair classification already have their final names.
         if spec.domain != "pair_classification":
             task.dataset_transform()
     task.data_loaded = True
@@ -134,7 +134,7 @@ class MtebScorer:
         self.task, self.spec = task, spec
         if spec.domain == "classification":
             task._undersample_data = _cache_draws(task._undersample_data)
-            # Read the labels once. Otherwise each of seven metrics would read them again, one by one.
+            # Pass the labels to mteb as an array. Otherwise each of its seven metrics would read them one by one.
             scores = task._calculate_scores
             task._calculate_scores = lambda truth, predicted: scores(np.asarray(truth[:]), predicted)
 
@@ -167,14 +167,15 @@ class MtebScorer:
         first = rows[0] if len(rows) else {}
         if isinstance(first.get("sentences"), list):
             return sum(map(len, rows["sentences"]))
-        # Older data sets hold all pairs in one row.
+        # In older data sets, a single row contains lists of all pairs and labels.
         is_one_row = len(rows) == 1 and isinstance(first.get("labels"), list)
         return len(first["labels"]) if is_one_row else len(rows)
 
     def texts(self) -> list[str] | None:
-        """Return the texts of the test split, or None for pair classification, which has no single texts.
+        """Return the texts of the test split for label-free metrics, or None for pair classification.
 
-        An STS pair gives its first text, a reranking task its queries.
+        For STS (semantic textual similarity), these are the first texts of the pairs. For reranking, these are the
+        queries.
         """
         columns = {"reranking": "text", "sts": "sentence1", "classification": "text", "clustering": "sentences"}
         if (column := columns.get(self.spec.domain)) is None:
@@ -185,15 +186,15 @@ class MtebScorer:
 
     def _rows(self) -> Any:
         data = self.task.dataset
-        # Data with a single subset has no level for the subsets.
+        # A task with several subsets maps each subset to its splits. A task with one subset has the splits directly.
         return data.get(self.spec.subset, data)[SPLIT]
 
 
 def _cache_draws(undersample: Any) -> Any:
-    """Wrap mteb's draw of training rows so that it runs once per experiment and not once per layer.
+    """Wrap mteb's function that draws training rows, so that it runs once per experiment and not once per layer.
 
-    The draw is the same for every layer. It reads the labels one by one, which takes longer than the rest of the
-    evaluation of a small model.
+    An experiment is one of mteb's repetitions with other training rows. Its rows are the same for every layer. Drawing
+    them reads the labels one by one, which takes longer than the rest of the evaluation of a small model.
     """
     choices: dict[int, tuple[Any, list[int], list[int]]] = {}
 

@@ -23,7 +23,7 @@ _RANGES = {
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }
-# Matches a field in a format of texts: a column, or an entry of its value, such as {choices[0]}.
+# Matches a field in a `text` option that is a format: a column, or an entry of a column's value, as in {choices[0]}.
 _FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")
 
 
@@ -48,8 +48,8 @@ class TaskSplit:
 class TaskData:
     """The train, validation and test rows of a task.
 
-    No text is in two of the three. Texts are compared after `normalised`, which ignores case, runs of white space and
-    the forms of a character that NFKC makes equal.
+    No text is in two of the three splits. The comparison ignores case, runs of white space and different Unicode forms
+    of a character (NFKC).
     """
 
     name: str
@@ -207,16 +207,16 @@ def _load(task: ProbeTask) -> TaskData:
 
 
 def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int]:
-    """Read the splits of the source.
+    """Read the rows of a probe task from its source.
 
     Returns:
-        The rows by `train`, `validation` and `test`, without the splits that are held out later. The class names, None
-        for a regression. The number of blank rows.
+        The rows by `train`, `validation` and `test`, without the splits that are held out from `train` later. The class
+        names, or None for a regression. The number of blank rows that were dropped.
     """
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
     if others and isinstance(source, str) and is_one_file(source):
-        part = min(others)  # if both are named, complain about "test"
+        part = min(others)  # the error names the option `test` if both are set
         raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
     splits = {"train": [task.train] if isinstance(task.train, str) else task.train, **others}
     read = {part: _rows(task, each) for part, each in splits.items()}
@@ -228,7 +228,10 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
 
 
 def _dedupe(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
-    """Drop texts of test from the other splits, then those of validation from train; return how many were dropped."""
+    """Drop rows from train and validation whose text is in test, and rows from train whose text is in validation.
+
+    Return the number of rows dropped for test and for validation.
+    """
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
         before, keys = sum(map(len, parts.values())), {row.key for row in parts.get(first, ())}
@@ -241,7 +244,10 @@ def _dedupe(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
 
 
 def _draw_parts(task: ProbeTask, parts: dict[str, Rows]) -> None:
-    """Balance train, and draw or hold out the rows of train, validation and test, in place."""
+    """Apply the options of a probe task that choose rows at random: `balance`, `num_train`, `test_share` and others.
+
+    `parts` maps `train`, `validation` and `test` to rows, and is changed in place.
+    """
     if task.balance is not None:
         parts["train"] = _balanced(task, parts["train"], task.balance)
     if "test" not in parts:
@@ -261,7 +267,7 @@ def _drawn(task: ProbeTask, rows: Rows, num: int, purpose: str) -> Rows:
 
 
 def _balanced(task: ProbeTask, rows: Rows, num: int) -> Rows:
-    """Return `num` random rows of each class or value, in the order of the source."""
+    """Return `num` random rows of each class (of each value for a regression), in the order of the source."""
     by_label: dict[Any, Rows] = {}
     for row in rows:
         by_label.setdefault(row.label, []).append(row)
@@ -272,7 +278,7 @@ def _balanced(task: ProbeTask, rows: Rows, num: int) -> Rows:
 
 
 def _cut(task: ProbeTask, rows: Rows, part: Literal["test", "validation"]) -> tuple[Rows, Rows]:
-    """Return the remaining rows, and the rows held out for test or validation."""
+    """Split rows at random into those that remain for training and those held out for `part`."""
     share = task.test_share if part == "test" else task.validation_share
     by_label = task.kind == "classification" or len({row.label for row in rows}) <= FEW_VALUES
     strata = [row.label if by_label else None for row in rows]
@@ -290,9 +296,9 @@ def _to_split(rows: Rows, kind: str) -> TaskSplit:
 
 
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
-    """Return the rows of source splits that match `where`, the class names on the Hub, and the number of blank rows.
+    """Return the rows of some splits of the source that match the option `where`, with their labels unchanged.
 
-    Labels are returned as in the source.
+    Also return the class names on the Hub, or None if it has none, and the number of blank rows that were dropped.
     """
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
@@ -310,7 +316,10 @@ def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...]
 def _to_classes(
     task: ProbeTask, parts: Mapping[str, Rows], names: tuple[str, ...] | None
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    """Replace labels by class indices, and return the class names. `names` are the class names on the Hub."""
+    """Return the rows of a classification with class indices as labels, and the class names.
+
+    `names` are the class names on the Hub, or None if it has none.
+    """
     parts = {part: [row._replace(label=_class_label(task, row)) for row in rows] for part, rows in parts.items()}
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
     if names is None:
@@ -335,7 +344,7 @@ def _to_classes(
 
 
 def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Replace labels by numbers and add `label_offset`."""
+    """Return the rows of a regression with numbers as labels: the labels of the source plus `label_offset`."""
     for row in (row for rows in parts.values() for row in rows):
         if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
             raise task.refusal("label", f"{row.location} has {row.label!r}, a regression needs finite numbers")
@@ -345,7 +354,7 @@ def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
 
 
 def _matching(task: ProbeTask, read: Columns) -> Iterator[int]:
-    """Yield the indices of the rows that match `where`."""
+    """Yield the indices of the rows read from the source that match the option `where`."""
     num_rows = len(read.values[task.label])
     rows = range(num_rows)
     for column, condition in task.where.items():
@@ -378,7 +387,7 @@ def _text(task: ProbeTask, read: Columns, row: int) -> str:
             raise TypeError(f"expected text, found {type(text).__name__}")
     except (LookupError, TypeError) as error:
         raise task.refusal("text", f"row {row} of {read.origin} does not fit {task.text!r} ({error})") from error
-    # JSON can hold a lone surrogate, which UTF-8 cannot encode.
+    # Replace lone surrogates, which a JSON file can contain, by "?", because UTF-8 cannot encode them.
     return text.encode("utf-8", "replace").decode() if text.strip() else ""
 
 
@@ -395,7 +404,8 @@ def _is_missing(value: Any) -> bool:
     return value is None or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
-# With the functions below, the rows drawn or held out depend on the seed and the texts, not on the order of the rows.
+# The functions below choose rows by hashes of the seed and the texts. The choice does not depend on the order of the
+# rows.
 
 
 def normalised(text: str) -> str:
@@ -404,10 +414,11 @@ def normalised(text: str) -> str:
 
 
 def draw(keys: Sequence[str], num: int, *, seed: int, purpose: str) -> list[int]:
-    """Draw the indices of `num` rows, in ascending order.
+    """Return the indices of `num` random rows, in ascending order.
 
     Rows are sorted by a hash of (seed, purpose, key), and the first `num` are taken. So the draw does not depend on the
-    order of the rows, and a larger draw includes a smaller one. Repeated keys are numbered before hashing.
+    order of the rows, and a larger draw includes a smaller one. Rows with equal keys are numbered before hashing, so
+    that their hashes differ.
     """
     seen: Counter[str] = Counter()
     sort_keys = []
@@ -437,7 +448,10 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
 
     def gain(count: Counter[Hashable]) -> int:
-        """Return by how much the sum of squared differences from the quotas falls if a unit is held out."""
+        """Return by how much holding out a unit reduces the sum of squared differences from the quotas.
+
+        `count` is the unit's number of rows in each stratum.
+        """
         return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
 
     def fits(count: Counter[Hashable]) -> bool:
@@ -451,7 +465,7 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
             if index not in held and rule(count):
                 held.add(index)
                 taken.update(count)
-    # So far, nothing is held out if every unit is far larger than its quota.
+    # If every unit is far larger than its quota, both passes hold out nothing. Then hold out the unit that fits best.
     if not held and len(units) > 1:
         held.add(max(range(len(units)), key=lambda index: gain(counts[index])))
     chosen = {row for index in held for row in units[index]}

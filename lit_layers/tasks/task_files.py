@@ -33,7 +33,7 @@ Use = Literal["probe", "prompts", "benchmark", "glue", "mteb"]
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 PATTERN = "{split}"
 MAPPING = "tasks.yaml"
-_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # allowed names of tasks; a name is also that of the folder of results
+_NAME = re.compile(r"(?!\.)[\w.-]{1,99}")  # allowed names of tasks; the folder of a task's results has the same name
 
 
 def version_of(package: str) -> str:
@@ -67,7 +67,7 @@ def quiet() -> Iterator[None]:
 class Columns(NamedTuple):
     """Columns read from a data set."""
 
-    values: dict[str, list[Any]]  # columns of equal length
+    values: dict[str, list[Any]]  # column name -> the values of all rows
     class_names: dict[str, tuple[str, ...]]  # column of class indices -> class names on the Hub
     origin: str  # file or split, for error messages
 
@@ -83,7 +83,7 @@ def is_one_file(source: str) -> bool:
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
-    """Concatenate the columns of several splits or files."""
+    """Concatenate the rows of several splits or files, column by column."""
     values = {column: [value for part in parts for value in part.values[column]] for column in parts[0].values}
     return Columns(values, parts[0].class_names, " and ".join(part.origin for part in parts))
 
@@ -164,7 +164,10 @@ def _read_csv(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def _parse_labels(cells: list[str | None]) -> list[Any]:
-    """Convert labels to integers or floats if all are numbers. If one is not, such as "01", all stay strings."""
+    """Convert the labels of a csv file to integers or floats if all are numbers; otherwise leave all as strings.
+
+    A label such as "01" does not count as a number.
+    """
     filled = {cell for cell in cells if cell}
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -291,11 +294,13 @@ class Task:
     copy: TaskFiles | None = field(default=None, init=False, repr=False, compare=False)
 
     def refusal(self, option: str, sentence: str) -> InputError:
-        """Return an error about an option of this task."""
+        """Return the error that `sentence`, about an option of this task, is raised with."""
         return InputError(f"task {self.name}: {option}: {sentence}")
 
     def localized(self, folder: str | Path | None) -> Self:
-        """Return this task, reading from its local copy in `folder`. Return it unchanged if `folder` is None.
+        """Return a version of this task that reads from its local copy in `folder`.
+
+        If `folder` is None, return this task unchanged.
 
         Raises:
             InputError: The folder's `tasks.yaml` is missing or invalid, or has no such task.
@@ -303,7 +308,7 @@ class Task:
         return self if folder is None else self.use_copy(local_copy(self.use, self.name, folder))
 
     def use_copy(self, copy: TaskFiles) -> Self:
-        """Return this task, reading from a local copy and with the options of that copy.
+        """Return a version of this task that reads from a local copy and has the options of that copy.
 
         Raises:
             InputError: The copy has an option that the task lacks, or a value has another type.
@@ -353,7 +358,7 @@ _Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]]
 
 
 def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
-    """Return the local copies of tasks of a use in a folder of local data, by name.
+    """Return the local copies, in a folder of local data, of the tasks that are used for `use`, by name.
 
     Raises:
         InputError: The folder or its `tasks.yaml` does not exist, or `tasks.yaml` is invalid.
@@ -382,7 +387,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
 
 @functools.lru_cache(maxsize=8)
 def _entries(path: Path, *_: int) -> dict[str, dict[str, TaskFiles]]:
-    """Return all local copies in a `tasks.yaml`, by use and name."""
+    """Return all local copies that a `tasks.yaml` lists, by the use of the task and then by its name."""
     content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
     copies: dict[str, dict[str, TaskFiles]] = {}
     for use, entries in content.items():

@@ -39,20 +39,23 @@ class TaskRows:
         return len(self.data.classes or ())
 
     def errors_of_mean(self, part: str) -> Tensor | None:
-        """Return the squared errors (rows,) of predicting the training mean, or None for a classification."""
+        """Return the squared errors, (rows,), of predicting the mean training target for each row of a split.
+
+        Return None for a classification.
+        """
         if self.is_classification:
             return None
         return (self.targets[part] - self.targets["train"].mean()).square()
 
     def where(self, masks: Mapping[str, Tensor]) -> "TaskRows":
-        """Return these rows with only the targets that `masks` (rows,) select. The texts are unchanged."""
+        """Return the same texts with only the targets that the mask (rows,) of each split selects."""
         return replace(self, targets={part: targets[masks[part]] for part, targets in self.targets.items()})
 
     def counts(self) -> dict[str, int]:
-        """Return tags that count rows and texts; a count of 0 has no tag.
+        """Return the counts that records have as tags, without counts of 0.
 
-        They count duplicates and blank rows that were dropped, conflicting targets, test rows of a class that train
-        lacks, and truncated texts.
+        Counted are duplicates and blank rows that were dropped, rows whose text also has another target, test rows of a
+        class that train lacks, and truncated texts.
         """
         data = self.data
         names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
@@ -119,7 +122,7 @@ class TaskReader:
 
 
 def permuted(targets: Tensor, seed: int) -> Tensor:
-    """Return the targets in random order, for a control probe."""
+    """Return the targets in random order, for a control: a probe that is fitted to unrelated targets."""
     return targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(seed))]
 
 
@@ -157,7 +160,7 @@ def text_features(
     undefined: Literal["raise", "nan"] = "raise",
     last_pooling: Pooling | None = None,
 ) -> LayerFeatures:
-    """Return one vector per text at every layer, pooled over the text's real tokens.
+    """Return one vector per text at every layer, pooled over the text's real tokens (those that are not padding).
 
     There is one forward pass per text, without the head. Hidden states are pooled on the device, and only the vectors
     are stored.
@@ -198,7 +201,10 @@ def length_batches(texts: EncodedTexts) -> list[Batch]:
 
 
 def pool_texts(traj: Trajectory, batch: Batch, pooling: Pooling, states: States) -> dict[str, Tensor]:
-    """Return the indices of a batch's texts, `row`, and their features, `vectors` (layers + 1, dim, texts)."""
+    """Return the features of a batch's texts as `vectors`, (layers + 1, dim, texts), and their indices as `row`.
+
+    `traj` are the hidden states of the batch at all layers.
+    """
     layers = [
         _vectors(traj.model, pooling, states, layer, hidden, traj.mask)[0] for layer, hidden in enumerate(traj.hidden)
     ]
@@ -222,11 +228,14 @@ def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
 
 @contextmanager
 def _new_array(scratch: Scratch, shape: tuple[int, ...], dtype: Any) -> Iterator[np.ndarray]:
-    """Yield a new memory-mapped array. If the disk lacks space for it, raise before anything is written."""
+    """Yield a new memory-mapped array in a temporary folder, for the features of a task.
+
+    If the disk lacks space for the array, raise an error before anything is written.
+    """
     file = scratch.folder / _FILE
     with naming(file):
         values = np.lib.format.open_memmap(file, "w+", dtype, shape)
-        # Without this reservation, a full disk would kill the process with SIGBUS.
+        # Reserve the space of the whole file. Otherwise a write to the array on a full disk kills the process (SIGBUS).
         if hasattr(os, "posix_fallocate"):
             with file.open("r+b") as opened:
                 os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
@@ -241,7 +250,10 @@ def _dtype(model: LayeredModel) -> Literal["float64", "float32"]:
 def _vectors(
     model: LayeredModel, pooling: Pooling, states: States, layer: int, hidden: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return pooled vectors (batch, dim) on the CPU, NaN if undefined, and a mask of rows with finite states."""
+    """Return the pooled hidden states of a batch at one layer, (batch, dim), on the CPU, with NaN if undefined.
+
+    Also return a mask, (batch,), of the texts whose hidden states are all finite.
+    """
     hidden = convert_states(model, states, layer, hidden)
     pooled = _pooled(hidden, mask, pooling)
     # "centered_unit_mean" can be NaN even if all states are finite, so check the plain mean instead.
@@ -251,8 +263,9 @@ def _vectors(
 
 
 def _pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
-    """Return pooled states (batch, dim). The mean is computed in float64."""
-    # `pool` would copy the real tokens, which takes a third of a small model's forward pass.
+    """Return the hidden states of a batch, pooled over tokens, (batch, dim). The mean is computed in float64."""
+    # The common poolings are computed here, because `pool` would copy the states of all tokens that are not padding.
+    # The copy takes a third of a small model's forward pass.
     if pooling == "mean":
         real = mask[..., None]
         return hidden.masked_fill(~real, 0.0).sum(1, dtype=torch.float64) / real.sum(1)
