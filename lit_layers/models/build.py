@@ -1,4 +1,4 @@
-"""Build models from a name, initialize them again, save them as plain folders, hash them, pad their vocabulary."""
+"""Build models from a name, initialize them again, save them as folders, hash them, pad their vocabulary."""
 
 import copy
 import hashlib

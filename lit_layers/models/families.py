@@ -238,8 +238,8 @@ class Family:
     features: Callable[[Network, Inputs, Options], Any] = call_trunk  # calls a model without computing logits
     # Output fields that may hold the logits; the first one that exists is read.
     results: tuple[str, ...] = ("logits", "last_hidden_state")
-    origin: str = "row"  # "row" of this table, or "structure" if the blocks were found in a call
-    checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check; empty for a row of this table
+    origin: str = "row"  # "row" if this is a row of `FAMILIES`, "structure" if the blocks were found in a call
+    checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check; empty for a row of `FAMILIES`
     takes_padding: bool = True  # whether padding after a text leaves its states unchanged
     is_causal: bool = True  # whether no state depends on later tokens; only meaningful if they generate text
     needs_all: bool = False  # whether the head needs all tokens at once, because it pools or compares them

@@ -33,13 +33,13 @@ _SIDES = ("image_size", "img_size")
 
 @dataclass(frozen=True)
 class _Facts:
-    """The way to call a network and to find its scores, learned from one call."""
+    """How to call a user's network and where its output has the scores, learned from one call."""
 
-    column: str | None  # name of the argument for token ids or images; None if it is the first argument
+    column: str | None  # name of the argument for token ids or images; None to pass them as the first argument
     config: Any
     takes_mask: bool = False
     needs_mask: bool = False  # whether the mask has no default, so that texts without padding also need one
-    targets: str | None = None  # argument that must be passed to get scores of all tokens (nanoGPT), or None
+    targets: str | None = None  # name of an argument without which some tokens get no scores (nanoGPT), or None
     key: Any = None  # name or index of the scores in the output; None if the output is the scores
     scores_words: bool = False  # whether the scores are over the vocabulary, for each token
 
@@ -218,7 +218,7 @@ def _text_facts(network: nn.Module, device: torch.device) -> _Facts:
         raise _refusal(network, "it looks up the token ids in no table of embeddings")
     rank, fitting = _candidates(values, ids, lookups.size)
     if (targets := next((name for name in _TARGETS if name in takes), None)) is not None and rank:
-        with contextlib.suppress(*CANNOT_CALL):  # skip targets of a wrong shape, as for a text classifier
+        with contextlib.suppress(*CANNOT_CALL):  # the targets may have a wrong shape, as for a text classifier
             again = _floats(_call(network, replace(facts, targets=targets), ids))
             if (better := _candidates(again, ids, lookups.size))[0] < rank:
                 facts, values, (rank, fitting) = replace(facts, targets=targets), again, better
@@ -243,10 +243,11 @@ _WORDS, _TOKENS, _CLASSES, _NOTHING = range(4)
 
 
 def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tuple[int, list[Any]]:
-    """Return the index of the best kind of scores in the outputs of a call, and the keys of possible scores.
+    """Return the best kind of scores in the outputs of a call, and the keys of the outputs that may be the scores.
 
-    Kinds, best first: vocabulary scores per token, other scores per token, classes per text, none. If there are
-    vocabulary scores, other outputs are not candidates. If an output is named "logits", only it is a candidate.
+    The kinds are numbered 0 to 3, best first: vocabulary scores per token, other scores per token, class scores per
+    text, none. If there are vocabulary scores, other outputs are not candidates. If an output is named "logits", only
+    it is a candidate.
     """
     kinds = [
         [key for key, value in values.items() if value.shape == (*ids.shape, num_words)],
@@ -260,10 +261,10 @@ def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tu
 
 
 def _pick_key(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
-    """Return the key of the scores: "logits", or the only candidate.
+    """Return the key of the scores among the outputs of a network: "logits", or the only one in `fitting`.
 
     Raises:
-        InputError: if there is no candidate, or there are several and none of them is named "logits".
+        InputError: if `fitting` is empty, or has several keys and none of them is "logits".
     """
     if "logits" in fitting or len(fitting) == 1:
         return "logits" if "logits" in fitting else fitting[0]
@@ -284,7 +285,7 @@ def _refusal(network: nn.Module, reason: str) -> InputError:
 
 
 def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
-    """Return the first number, tuple or list with one of these names in the network, its config or patch embedding."""
+    """Return the first int, tuple or list that the network, its config or patch embedding stores under these names."""
     for owner in (network, getattr(network, "config", None), getattr(network, "patch_embed", None)):
         values = owner if isinstance(owner, Mapping) else getattr(owner, "__dict__", {})
         for name in names:
@@ -296,16 +297,16 @@ def _declared(network: nn.Module, names: tuple[str, ...]) -> Any:
 def _sample_ids(num_rows: int, num_tokens: int) -> Tensor:
     """Return token ids (2, tokens) below `num_rows` that are neither consecutive nor all equal.
 
-    So they cannot be mistaken for position ids or segment ids, which are looked up in other embedding tables.
+    `_Lookups` then cannot mistake the lookup of position ids or segment ids for that of the token ids.
     """
     ids = torch.arange(1, num_tokens + 1) ** 2 % num_rows
     return torch.stack([ids, ids.flip(0)])
 
 
 class _Lookups(TorchFunctionMode):
-    """A mode that finds the embedding table of the token ids while a network runs: `size` is its number of rows.
+    """A torch function mode that finds the embedding table of the token ids: `size` is its number of rows.
 
-    If several tables look up the token ids, `size` is the smallest number of rows.
+    If the token ids are looked up in several tables, `size` is the smallest number of rows.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -328,7 +329,7 @@ def _try_call(network: nn.Module, given: Tensor, facts: _Facts, what: str) -> di
 
 
 def _call(network: nn.Module, facts: _Facts, given: Tensor, mask: Tensor | None = None) -> Any:
-    # The input is a contiguous copy, as many networks call `view` on their input, and some write to it.
+    # Pass a contiguous copy, because many networks call `view` on their input, and some write to it.
     given = given.clone(memory_format=torch.contiguous_format)
     named = {} if facts.targets is None else {facts.targets: given.clone()}
     if mask is not None or facts.needs_mask:

@@ -1,4 +1,7 @@
-"""Pixel statistics with which images are normalized, as saved by timm and transformers."""
+"""Pixel statistics: mean and standard deviation of each channel, with which a model's images are normalized.
+
+They are read from the files of timm and transformers, and saved in the same way.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,9 +26,9 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Set the pixel statistics of a timm model from its config.json, if the config.json contains any.
+    """Set the pixel statistics of a timm model from `settings`, the content of its config.json, if it has any.
 
-    Without them, timm would use the statistics of ImageNet.
+    Otherwise, timm would use the statistics of ImageNet.
     """
     config = settings.get("pretrained_cfg", settings)
     if "mean" in config and "std" in config:
@@ -33,15 +36,15 @@ def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> Non
 
 
 def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Store the content of a preprocessor_config.json in a model, and also its pixel statistics, if it states any."""
+    """Store the content of a preprocessor_config.json in a model, and the pixel statistics that follow from it."""
     setattr(model, _PREPROCESSOR, dict(settings))
     mean, std = settings.get("image_mean"), settings.get("image_std")
     if not settings.get("do_normalize", True):
         mean, std = 0.0, 1.0
     if mean is None or std is None:
         return
-    # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes. Here, statistics are for
-    # pixels in 0..1. So they are divided by `brightest`, the value of 255 after rescaling.
+    # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes them. This package states
+    # statistics for pixels in 0..1. So they are divided by `brightest`, the value of 255 after rescaling.
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
     statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))
@@ -54,7 +57,7 @@ def preprocessor(model: nn.Module) -> dict[str, Any] | None:
 
 
 def copy_pixel_statistics_(source: nn.Module, model: nn.Module) -> None:
-    """Copy pixel statistics and preprocessor settings from `source` to `model`, unless `model` has its own."""
+    """Copy pixel statistics and the preprocessor_config.json from `source` to `model`, unless `model` has its own."""
     for name in (_STATISTICS, _PREPROCESSOR):
         if hasattr(source, name) and not hasattr(model, name):
             setattr(model, name, getattr(source, name))
@@ -70,8 +73,8 @@ def _channels(value: Any, number: int, brightest: float) -> tuple[float, ...]:
     return tuple(float(each) / brightest for each in values)
 
 
-# Tolerance for statistics of pixels in 0..1. It is far above the rounding of six digits, and far below the difference
-# between two data sets of photos.
+# Largest difference at which two pixel statistics count as equal (pixels in 0..1). It is far above the rounding of six
+# digits, and far below the difference between two data sets of photos.
 _NEGLIGIBLE = 1e-4
 
 

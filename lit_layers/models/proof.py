@@ -51,7 +51,9 @@ CANNOT_CALL = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A small batch and how to call the model with it: texts (3, tokens) or images (2, channels, side, side).
+    """Example inputs on which a model is checked, and how to call the model with them.
+
+    They are texts (3, tokens) or images (2, channels, side, side).
 
     Texts 0 and 1 differ only in their last token. Images are noise.
     """
@@ -92,7 +94,7 @@ def is_timm(model: nn.Module) -> bool:
 
 
 def probe_of(model: Network) -> Probe:
-    """Return the probe of a model of timm or transformers.
+    """Return the example inputs on which a model of timm or transformers is checked.
 
     Raises:
         InputError: if the model takes neither texts nor images of a size that its config states.
@@ -119,7 +121,9 @@ def probe_of(model: Network) -> Probe:
 
 
 def probe_texts(model: Network) -> Tensor:
-    """Return token ids (3, tokens) without special tokens of the config; texts 0 and 1 differ in the last token.
+    """Return three example texts as token ids (3, tokens), without special tokens of the config.
+
+    Texts 0 and 1 differ only in the last token.
 
     Raises:
         InputError: if the config has no `vocab_size`.
@@ -136,7 +140,8 @@ def probe_texts(model: Network) -> Tensor:
     plain = [token for token in tokens if token not in special] or [*tokens]
     limit = getattr(config, "max_position_embeddings", None) or 0
     length = min(NUM_TOKENS, limit) if limit > 0 else NUM_TOKENS
-    # Multiples of a prime (7919) modulo the vocabulary: fixed, spread out, without repetition in large vocabularies.
+    # Choose tokens by multiples of a prime (7919) modulo the vocabulary: the same ones at every call, spread out, and
+    # without repetition in large vocabularies.
     rows = [[plain[(7919 * (start + index)) % len(plain)] for index in range(length)] for start in (1, 1, 37)]
     rows[1][-1] = plain[(plain.index(rows[0][-1]) + 1) % len(plain)]
     return torch.tensor(rows)
@@ -180,10 +185,10 @@ def watch(modules: Iterable[nn.Module]) -> Iterator[list[SeenCall]]:
 
 
 class PositionTables(TorchFunctionMode):
-    """A mode that measures position tables while a model runs: `limit` is the number of tokens that fit all of them.
+    """A torch function mode that finds the embedding tables of positions while a model runs.
 
-    A table is a position table if consecutive ids (n, n + 1, ...) are looked up in it. If the model has none,
-    `limit` is None.
+    A table belongs to positions if consecutive ids (n, n + 1, ...) are looked up in it. `limit` is the number of tokens
+    of the longest text that fits all these tables, or None if the model has none.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -201,8 +206,8 @@ class PositionTables(TorchFunctionMode):
 
 # The checks.
 
-# Largest relative errors that count as rounding. For float64 weights it is that of float32, because parts of any model
-# (a softmax, a norm) may compute in float32.
+# Largest relative errors that count as rounding: for float32 and float64, then for 16-bit dtypes. float64 has no
+# smaller limit, because parts of any model (a softmax, a norm) may compute in float32.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
 _SHIFT = 0.5  # length of the change that `shifted` makes, relative to the length of the state
 
@@ -216,7 +221,10 @@ class NotFinite(Unproven):
 
 
 def rel_error(one: Tensor, other: Tensor) -> float:
-    """Return the largest distance between rows of two tensors (.., dim), relative to the norm of the row of `other`."""
+    """Return the largest relative distance between vectors at the same index of two tensors (.., dim).
+
+    Each distance is divided by the norm of the vector in `other`.
+    """
     lengths = other.double().norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     return float(((one.double() - other.double()).norm(dim=-1) / lengths).max())
 
@@ -225,7 +233,7 @@ class Evidence:
     """The block calls recorded in one forward pass of a model, and the checks against them.
 
     Attributes:
-        states: layers 0 to L of that pass.
+        states: the states of layers 0 to L in this forward pass.
         tolerance: largest relative error that counts as rounding.
     """
 
@@ -262,9 +270,9 @@ class Evidence:
         )
 
     def check_chain(self) -> float:
-        """Check that a chain of blocks gives the same states as the model when the output of block 1 is changed.
+        """Check that calling the blocks one by one gives the states of the model if the output of block 1 is changed.
 
-        The chain calls each block on the output of the one before, with the other arguments of the unchanged pass.
+        Each block is called on the output of the block before it. Its other arguments are those of the unchanged pass.
 
         Returns:
             The largest relative error.
@@ -330,7 +338,7 @@ class Evidence:
         raise Unproven(reasons[-1])
 
     def check_args(self) -> None:
-        """Check that the arguments that blocks get besides their state depend only on the batch, not on other states.
+        """Check that the other arguments of a block, besides its input state, depend only on the batch, not on states.
 
         The model runs again with bypassed blocks, and must call each block with the same arguments as before.
 
@@ -340,8 +348,9 @@ class Evidence:
         with bypassed(self.blocks, self.family.identities(len(self.blocks))):
             calls = self._run(self.probe.call)
         refusal = None
-        # The last block comes first, because `_agrees` runs a block, which may write into an object that all blocks
-        # share. In running order, later blocks would read these values and wrongly seem to need no earlier block.
+        # Check the last block first, because `_agrees` runs a block, which may write into an object that all blocks
+        # share. With the first block first, later blocks would read these values and wrongly seem to need no earlier
+        # block.
         for number in reversed(self._numbers()):
             with_blocks, without = self.calls[number - 1], calls[number - 1]
             mine, theirs = dict(enumerate(with_blocks.args)) | with_blocks.kwargs, dict(enumerate(without.args))
@@ -369,7 +378,7 @@ class Evidence:
         """Check that the last text or image of the batch has the same states when it runs alone.
 
         Raises:
-            Unproven: if its states depend on the rest of the batch, or are random.
+            Unproven: if the states of this text or image depend on the rest of the batch, or are random.
         """
         calls = self._run(self.family.call, {name: column[-1:] for name, column in self.probe.inputs.items()})
         for number, state in enumerate([calls[0].state, *(call.result for call in calls)]):
@@ -424,13 +433,13 @@ class Evidence:
         return alone.shape == behind.shape and rel_error(behind, alone) <= self.tolerance
 
     def _padded(self, length: int) -> dict[str, Tensor]:
-        """Return the first text of the probe with a mask in which only the first `length` tokens are real."""
+        """Return the first example text with an attention mask that makes all but its first `length` tokens padding."""
         ids = self.probe.needed[:1]
         mask = (torch.arange(ids.shape[1], device=ids.device) < length)[None].long()
         return {n: v for n, v in (("input_ids", ids), ("attention_mask", mask)) if n in self.probe.columns}
 
     def trunk_agrees(self) -> bool:
-        """Return whether the model has a head, and a call without it runs the same blocks with the same states."""
+        """Return whether the model has a head, and a call of the trunk alone gives the same states at all blocks."""
         if trunk_of(self.model) is self.model:
             return False
         try:
@@ -473,9 +482,10 @@ class Evidence:
         return error
 
     def _is_change(self, moved: float, error: float) -> bool:
-        """Return whether the relative change `moved` is more than 10 times the rounding error.
+        """Return whether changing a state has changed the result of a check by more than rounding.
 
-        The factor is this small because a large bias makes the relative change of logits small.
+        The relative change `moved` must be more than 10 times the rounding error. The factor is this small because a
+        large bias makes the relative change of logits small.
         """
         return moved > 10 * max(error, 4 * torch.finfo(self.states[0].dtype).eps)
 

@@ -26,24 +26,25 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     """Let the blocks of `model` run in the order of `schedule` until the context ends; yield the model.
 
     Every call of the model inside the context runs the schedule, also calls by other code such as `generate`. Each
-    block gets the other arguments (masks, positions) that it has in the plain model. Embedding, final norm, head,
-    weights, `state_dict` and modules do not change. Gradients flow through the schedule.
+    block gets the other arguments (masks, positions) that it has in the original order. Embedding, final norm, head,
+    weights, `state_dict` and modules do not change. Gradients flow through all executed blocks.
 
     In a key-value cache, each execution of a block has its own slot, so that generation with and without a cache agree.
     After the context, this cache cannot be used. A `LayeredModel` refuses the model inside the context. Hooks on single
     blocks would not see the executions, so blocks with hooks are refused.
 
     Args:
-        schedule: the steps in order. A number runs that block (1..L) on the current state. A tuple of numbers runs each
-            of these blocks on the current state and averages their outputs.
+        schedule: which blocks run, one entry after the other. A number runs that block (1..L) on the current state. A
+            tuple of numbers runs each of these blocks on the current state and averages their outputs.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298. Its code averages the keys and values of
     parallel blocks. We do not do this, because the results would be wrong from the second generated token on.
 
     Raises:
-        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already in a running order
-            (in any thread). Inside the context, a call of the model raises it if `output_hidden_states` is set, if
-            the cache is not a plain `DynamicCache`, or if the cache was filled in another order.
+        InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already inside such a
+            context (in any thread). Inside the context, a call of the model raises it if `output_hidden_states` is set,
+            if the key-value cache is of an unsupported kind (anything but an ordinary `DynamicCache` in memory), or if
+            the cache was filled in another order.
         TypeError, ValueError: if the schedule does not fit the model.
     """
     network: Network = plain_model(model)
@@ -75,9 +76,9 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 
 
 class _Order:
-    """Replacement forwards of the blocks inside a `running_order` context.
+    """Functions that replace the `forward` of each block inside a `running_order` context.
 
-    The forward of each block records its arguments and returns its input. The forward of the last block also runs the
+    The new `forward` of each block records its arguments and returns its input. That of the last block also runs the
     schedule, on the input of block 1. The model reads the number of cached tokens from the first L slots of a key-value
     cache, so each execution of a block stores its keys and values in a slot after these.
     """
@@ -91,7 +92,7 @@ class _Order:
     ) -> None:
         self.steps, self.forwards, self.kind, self.returned = steps, forwards, kind, returned
         self.id = next(_IDS)
-        self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # recorded in the current forward pass
+        self.arguments: list[tuple[tuple, dict[str, Any]]] = []  # of the blocks called so far in this forward pass
 
     def forward_of(self, number: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,10 @@ class _Order:
         return forward
 
     def _claim_caches(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Mark empty caches as used by this order; refuse caches of another order or another kind."""
+        """Mark empty key-value caches as filled in this order of the blocks.
+
+        Caches that were filled in another order are refused, and so are caches of an unsupported class.
+        """
         from transformers.cache_utils import DynamicCache, DynamicLayer
 
         for cache in filter(is_cache, (*args, *kwargs.values())):
@@ -130,8 +134,8 @@ class _Order:
                 )
 
     def _run(self, hidden: Tensor, arguments: list[tuple[tuple, dict[str, Any]]]) -> Tensor:
-        # The model computes masks and positions from the number of tokens in the first L slots. So these get
-        # placeholders of width 1 for the new tokens, while the real keys and values are in the later slots.
+        # The model computes masks and positions from the number of tokens in the first L slots. So add placeholders of
+        # width 1 for the new tokens to these slots. The real keys and values are in the later slots.
         placeholder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
         for index, (args, kwargs) in enumerate(arguments):
             for cache in filter(is_cache, (*args, *kwargs.values())):
@@ -150,11 +154,15 @@ class _Order:
 
 
 def _slot_view(value: Any, slot: int, number: int) -> Any:
-    """Prepare one argument of block `number`: replace a cache by a view of one slot, return all else unchanged."""
+    """Return an argument of block `number` for one execution of the block.
+
+    A key-value cache is replaced by a view of slot `slot`, so that each execution has its own keys and values. Any
+    other argument is returned unchanged.
+    """
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
-        # The new slot has the class of the block's slot in the plain model, which may have a sliding window.
+        # Create the slot with the class of the block's slot in the original order, which may have a sliding window.
         layer = value.layers[number - 1]
         window = getattr(layer, "sliding_window", None)
         value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
@@ -162,7 +170,7 @@ def _slot_view(value: Any, slot: int, number: int) -> Any:
 
 
 class _OneSlot:
-    """A view of a cache that reads and writes one slot, whatever layer index the block passes."""
+    """A view of a key-value cache that reads and writes one slot, whatever layer index the block passes."""
 
     def __init__(self, cache: Any, slot: Any) -> None:
         self._cache, self._slot = cache, slot
@@ -175,7 +183,7 @@ class _OneSlot:
 
 
 def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Variant]:
-    """Return the orders of blocks that the options of an analysis select. The full model comes first.
+    """Return the orders of blocks that the options of an analysis select. The original order comes first.
 
     Args:
         options: an object with `variants` (kinds of orders), and optionally with `middles`, `seeds`, `loops` and
@@ -196,11 +204,11 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
 
 
 class SharedPrefixes:
-    """The final states that a batch has under each of many schedules (orders of blocks).
+    """The final states of a batch under each of many schedules (orders of blocks).
 
-    The states equal those of the model in `running_order`. Steps that several schedules share at their start run only
-    once, and so do equal schedules. States of the full model are taken from its trajectory. Only the states along the
-    current schedule are in memory.
+    The states equal those of the model in `running_order`. Blocks at the start that several schedules share run only
+    once, and equal schedules run only once. States in the original order are taken from the trajectory. Only the states
+    along the current schedule are in memory.
 
     Raises:
         TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.
@@ -215,11 +223,10 @@ class SharedPrefixes:
         self.indices = {each: indices[each] for each in sorted(indices, key=lambda each: [*map(members, each)])}
 
     def states(self, trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Yield for each distinct schedule the indices at which it was given, and its final state.
+        """Yield for each distinct schedule its indices in the constructor's `schedules`, and its final state.
 
-        The state (batch, tokens, dim) is that before the final norm and the head.
-
-        The caller must not write to the state, which later schedules may continue from.
+        The final state (batch, tokens, dim) is the one before the final norm and the head. The caller must not write to
+        it, because later schedules may continue from it.
         """
         passed, previous, full = [trajectory.hidden[0]], (), tuple(range(1, len(trajectory.hidden)))
         for schedule, indices in self.indices.items():

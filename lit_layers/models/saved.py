@@ -23,7 +23,8 @@ from lit_layers.models.offload import Offload, free_memory
 from lit_layers.models.structure import family_of
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"  # each maps weight names to files
+# Files that say which file of a model holds which weight, for safetensors and for pickles.
+INDEX, PICKLED = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 # Errors of transformers, timm and their file readers for a wrong config or wrong weights.
 _CANNOT_LOAD = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, OSError, RuntimeError),
@@ -73,7 +74,8 @@ def load(
         cause = error.__cause__ if isinstance(error, RuntimeError) else error  # timm wraps the error of torch
         if isinstance(cause, UnpicklingError):
             raise would_run_code(name, cause) from cause
-        if "ignore_mismatched_sizes" in str(error):  # transformers refers to a report that `quiet` does not show
+        # The message of transformers refers to a report that `quiet` hides, so raise another one.
+        if "ignore_mismatched_sizes" in str(error):
             raise InputError(
                 f"{name} cannot be loaded: its weights have other shapes than its config.json says"
             ) from error
@@ -98,9 +100,9 @@ def _load(name: str, revision: str | None, dtype: torch.dtype, offload: Offload 
 
 
 def _check_memory(settings: dict[str, Any]) -> None:
-    """Refuse a model whose weights cannot fit into memory.
+    """Refuse a model whose weights cannot fit into memory, by an estimate from its config.json.
 
-    The estimate is low for almost every family: four square float32 matrices per block, and one embedding.
+    The estimate counts four square float32 matrices per block, and one embedding. Almost every model needs more.
 
     Raises:
         ValueError: if the memory is too small.
@@ -119,7 +121,7 @@ def _check_memory(settings: dict[str, Any]) -> None:
 
 
 def check_weights(model: str, revision: str | None = None) -> None:
-    """Refuse a model in a folder or on the Hub with an adapter, or with an index that does not match its files.
+    """Refuse a model (in a folder or on the Hub) with an adapter, or whose index of weights does not match its files.
 
     Raises:
         InputError: if an index of weights is damaged, names files outside the folder, or leaves out files in it. Also
@@ -168,7 +170,8 @@ def _load_transformers(
     return model.eval()
 
 
-# Names of heads and poolers. They only read states and change none, so a model may be loaded without them.
+# Names of modules that are heads or poolers. They only read states and change none, so the saved weights of a head that
+# the loaded class does not have may be ignored.
 _HEADS = re.compile(
     r"cls|decoder|pooler|score|qa_outputs|seq_relationship|logit_scale|vocab_\w+|.*(head|classifier|projection)s?|.*predictions?"
 )
@@ -198,7 +201,8 @@ def class_of(settings: dict[str, Any], name: str) -> Any:
     """Return the class of transformers that the config.json of a model names; AutoModelForCausalLM if it names none.
 
     Raises:
-        InputError: if it has no `model_type`, or this version of transformers does not have the type or the class.
+        InputError: if the config.json has no `model_type`, or this version of transformers does not have the type or
+            the class.
     """
     import transformers
 
@@ -278,7 +282,7 @@ def _parse_infinity(part: dict[str, Any]) -> Any:
 
 
 def describe(model: Network) -> dict[str, Any]:
-    """Return the config.json of a model as plain values, from which `outline` can build it again.
+    """Return the config.json of a model as a dict of JSON values, from which `outline` can build the model again.
 
     The vocabulary size in it includes padding rows.
     """
@@ -352,7 +356,7 @@ def sequence_classifier(name: str | Path, num_outputs: int, *, seed: int = 0) ->
     from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig
 
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")):
-        name = os.fspath(Path(name).expanduser().absolute())  # else it could be taken for a repository's name
+        name = os.fspath(Path(name).expanduser().absolute())  # a relative path could be taken for a repository's name
     try:
         refuse_foreign_code(PreTrainedConfig.get_config_dict(name)[0], name)
         kind = AutoConfig.from_pretrained(name, trust_remote_code=False).model_type

@@ -58,7 +58,7 @@ from lit_layers.models.proof import (
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the row of a model's class, or else the family that `infer_family` finds.
+    """Return the row of `FAMILIES` for a model's class, or if there is none, the family that `infer_family` finds.
 
     Raises:
         InputError: if the model is not a sequence of blocks. The message says which check fails, and where.
@@ -66,8 +66,8 @@ def family_of(model: nn.Module) -> Family:
     return row_of(model) or infer_family(model)
 
 
-# Caches of `infer_family`. _FOUND: class -> structure digest -> family last proven. _PROVEN: model -> ((digest, weight
-# versions) at its last check, family). The second cache is needed because checks depend on the weights.
+# Caches of `infer_family`. _FOUND: class -> `_digest` of a model -> family that last passed the checks. _PROVEN: model
+# -> ((`_digest`, `_versions`) at its last check, family). The second cache is needed because checks depend on weights.
 _FOUND: "weakref.WeakKeyDictionary[type, dict[str, Family]]" = weakref.WeakKeyDictionary()
 _PROVEN: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, Family]]" = weakref.WeakKeyDictionary()
 
@@ -77,7 +77,8 @@ def infer_family(model: Network) -> Family:
 
     The checks run again whenever the weights have changed: a weight of 0 at the first step may hide a second path
     between blocks, which appears later in training. Nothing can be checked on states that are not finite. A diverged
-    model therefore gets the family last found for its class and config. The model and random states do not change.
+    model therefore gets the family that was last found for its class and config. The model and the random state do not
+    change.
 
     Raises:
         InputError: if the model is not a sequence of blocks, or cannot be checked, for example without weights in
@@ -113,7 +114,7 @@ def infer_family(model: Network) -> Family:
 
 
 def _versions(model: Network) -> tuple[int, ...]:
-    """Return values that change when a weight is replaced (address) or written to (version counter).
+    """Return numbers that change if a weight is replaced or written to, so that the checks run again.
 
     Buffers are left out, because the forward pass of some models writes to them.
     """
@@ -131,10 +132,9 @@ def _digest(model: Network) -> str:
 
 
 def _prove_float32(model: Network) -> FoundFamily:
-    """Call `prove`, on a float32 copy if a weight has 16 bits.
+    """Call `prove` on a model; if a weight has 16 bits, on a float32 copy of the model.
 
-    In float32, the tolerance is small enough to detect a small failure. A model with weights on the disk is checked in
-    its own precision.
+    In float32, the tolerance is small enough to detect a small failure. A model with weights on the disk is not copied.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return prove(model)
@@ -206,7 +206,7 @@ def _tensors(model: Network) -> dict[str, Tensor]:
 
 
 def _checked(evidence: Evidence) -> FoundFamily:
-    """Run all checks, and return the family with their results in its fields."""
+    """Run all checks on the calls in `evidence`; return its family, completed by the results of the checks."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.check_alone()
@@ -269,7 +269,7 @@ def rebuilt_error(model: Network) -> float:
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
         old = dict(model.named_buffers())
-        # `half()` may have cast the rotary tables of `model`. This casts the tables of `again` to the same dtype.
+        # Cast the buffers of `again` to the dtypes of those of `model`, whose rotary tables `half()` may have cast.
         for name, buffer in again.named_buffers():
             buffer.data = buffer.to(old[name].dtype if name in old else buffer.dtype)
         probe, states = probe_of(model), []
@@ -290,7 +290,7 @@ def _lists(model: Network) -> dict[str, list[nn.Module]]:
 
 
 def _discover(model: Network, probe: Probe) -> tuple[FoundFamily, list[SeenCall], Any]:
-    """Watch one call; return the family before all checks, the calls of its blocks and the output.
+    """Watch one call of a model; return its family, not yet checked, the calls of its blocks and the model's output.
 
     Raises:
         Unproven: if the model cannot be called, or no list of modules is a sequence of blocks.

@@ -51,7 +51,8 @@ class LayeredModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model: Network = wrap_own(plain_model(model))  # plain, as a compiled model ignores new hooks
+        # Take the network out of its wrappers, because a compiled model ignores new hooks.
+        self.model: Network = wrap_own(plain_model(model))
         self.family = family_of(self.model)
         self.blocks = self.family.block_list(self.model)
 
@@ -77,7 +78,7 @@ class LayeredModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of real tokens that the readout scores; None if it gives no vocabulary scores (images, no head)."""
+        """Number of tokens in the vocabulary, without padding rows; None if the model has no vocabulary scores."""
         has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
         return true_vocab_size(self.model) if has_words else None
 
@@ -94,7 +95,7 @@ class LayeredModel:
 
         The class is not enough to know this, because the config may say `is_causal: false`.
         """
-        if self.family.origin != "row":  # already checked when the family was found
+        if self.family.origin != "row":  # `Evidence.is_causal` has already checked it
             return True
         texts = probe_texts(self.model)[:2]  # they differ only in the last token
         hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
@@ -117,7 +118,7 @@ class LayeredModel:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Number of tokens before the patches of an image (class, distillation, registers); 0 for a model of texts."""
+        """Number of tokens before the patches of an image (class, distillation, registers); 0 for a text model."""
         return 0 if self.family.vision is None else self.family.vision.prefix(self.model)
 
     @property
@@ -184,8 +185,8 @@ class LayeredModel:
             if call is not None:
                 calls.append(call)
 
-        # Turn off any inference_mode of the caller: blocks are differentiated at these states later, and autograd
-        # refuses inference tensors.
+        # Turn off any inference_mode of the caller: later, gradients of blocks are computed at these states, and
+        # autograd refuses inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             inputs, alignment = self._pass(batch, keep)
             whole = block_calls.stacked(states)  # (layers + 1, batch, tokens, dim)
@@ -238,8 +239,8 @@ class LayeredModel:
     def readout(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the head to states (*n, tokens, dim).
 
-        At the last layer this gives the model's logits, at earlier layers the logit lens. Logit scaling and
-        soft-capping of the model are included. Padding rows of the vocabulary are dropped.
+        For states of the last layer, the result is the model's logits; for states of earlier layers, the logit lens.
+        Logit scaling and soft-capping of the model are included. Padding rows of the vocabulary are dropped.
 
         Returns:
             Logits (*n, tokens, vocabulary), or (*n, classes) from a head that pools tokens. A model without a head
@@ -252,7 +253,7 @@ class LayeredModel:
 
     @contextmanager
     def _observed(self, hook: Callable[..., None]) -> Iterator[None]:
-        """Call `hook` after each block call inside the context, and check that every block runs once, in order."""
+        """Inside the context, call `hook` after each block call; then check that each block ran once, in order."""
         self.refuse_reordered()
         order: list[nn.Module] = []
 
@@ -269,8 +270,8 @@ class LayeredModel:
     def refuse_reordered(self) -> None:
         """Refuse a model inside a `running_order` context.
 
-        Inside that context, each block only returns its input, and the last block runs all of them. So the inputs of
-        blocks are not the layers.
+        Inside that context, each block only returns its input, and the last block runs the whole schedule. So the
+        inputs and outputs of the blocks are not the layers.
         """
         if REORDERED in self.model.__dict__:
             raise InputError(
@@ -295,8 +296,8 @@ class LayeredModel:
         Raises:
             InputError, ValueError: as in `trajectory`.
         """
-        # In a causal model, padding before a text can attend to no token, and some attention in float64 returns NaN for
-        # an empty softmax. Padding after a text can attend to the text.
+        # Padding is moved after the texts. In a causal model, padding before a text can attend to no token, and some
+        # attention in float64 returns NaN for an empty softmax. Padding after a text can attend to the text.
         needed = self.family.inputs[0]
         if needed not in batch:
             raise ValueError(f"a batch for {type(self.model).__name__} needs {needed!r}, got {sorted(batch)}")
@@ -336,7 +337,7 @@ class LayeredModel:
         if limit is not None and ids.shape[1] > limit:
             raise InputError(f"{kind} takes at most {limit} tokens, got {ids.shape[1]}: shorten the texts")
         worst = int(ids.max()) if ids.min() >= 0 else int(ids.min())
-        # On a GPU, the embedding's own check is a device assert that ends the process.
+        # Check the ids here, because the embedding's own check on a GPU is a device assert that ends the process.
         if not 0 <= worst < vocabulary:
             raise InputError(f"{kind} knows {vocabulary} tokens, got token {worst}: use the tokenizer it was made for")
 
@@ -401,12 +402,15 @@ class Trajectory:
         return self.model.readout(self.hidden[-1][:1]).ndim == 2
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """Return the readout (batch, classes) of the real tokens of states (batch, tokens, dim)."""
+        """Return the class scores (batch, classes) that the head reads from the states (batch, tokens, dim).
+
+        Only real tokens are pooled.
+        """
         columns = {name: column for name, column in self._batch().items() if name != "attention_mask"}
         return block_calls.read_by_length(self.model.own_logits, self.mask, columns, hidden)
 
     def _batch(self) -> dict[str, Tensor]:
-        """Return the inputs with each token at its position in the batch."""
+        """Return `inputs` with padding moved back, so that each token is at its position in the batch."""
         back = (lambda column: column) if self.alignment is None else self.alignment.restore
         return {name: back(column) for name, column in self.inputs.items()}
 
@@ -437,8 +441,8 @@ class Trajectory:
     def rows(self, start: int, stop: int) -> "Trajectory":
         """Return the trajectory of the prompts `start:stop`, with block calls for these prompts."""
         some, size = slice(start, stop), self.hidden.shape[1]
-        # Without a row of `FAMILIES`, it is unknown which block arguments have one entry per prompt. So the model runs
-        # again.
+        # Run the model again if its class has no row in `FAMILIES`, because it is then unknown which block arguments
+        # have one entry per prompt.
         if self.model.family.origin == "structure":
             batch = {name: column[some] for name, column in self._batch().items()}
             mask = {} if self.model.family.sees_images else {"attention_mask": self.mask[some].long()}
@@ -467,7 +471,7 @@ def final_norm(model: LayeredModel) -> torch.nn.Module | None:
 
 
 def convert_states(model: LayeredModel, states: States, layer: int, hidden: Tensor) -> Tensor:
-    """Return the hidden states of a layer in one of the conventions of `States`."""
+    """Return the hidden states of a layer in the convention `states`: "resid", "hf" or "normed"."""
     norm = final_norm(model)
     if states == "resid" or norm is None or (states == "hf" and layer < model.num_layers):
         return hidden
@@ -476,7 +480,7 @@ def convert_states(model: LayeredModel, states: States, layer: int, hidden: Tens
 
 
 def states_of_layers(trajectory: Trajectory, states: States) -> Iterator[Tensor]:
-    """Yield the hidden states of layers 0 to L in one of the conventions of `States`."""
+    """Yield the hidden states of layers 0 to L in the convention `states`: "resid", "hf" or "normed"."""
     return (convert_states(trajectory.model, states, layer, hidden) for layer, hidden in enumerate(trajectory.hidden))
 
 
