@@ -163,7 +163,10 @@ class Invariance(Analysis):
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:
-        """Return the token ids of all views, one view after the other, cut at the model's limit if that is lower."""
+        """Return the token ids of all views: first those of view 1 of all texts, then those of view 2, and so on.
+
+        Each is cut at `max_tokens`, or at the model's limit if that is lower.
+        """
         return self._encode(min(self.max_tokens, model.max_tokens or self.max_tokens))
 
     def _encode(self, limit: int) -> EncodedTexts:
@@ -173,9 +176,9 @@ class Invariance(Analysis):
         return self._encoded[limit]
 
     def _comparable(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
-        """Return which layers are measured, and the indices of the prompts to use.
+        """Return a mask of the layers to measure, (layers + 1,), and the indices of the prompts to use.
 
-        All views of such a prompt have a finite vector at every measured layer.
+        All views of the prompts to use have a finite vector at every measured layer.
         """
         layers, prompts = comparable(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():

@@ -41,7 +41,7 @@ PATTERNS = attention_entropy, sink_mass, previous_token_score
 BEST = {"previous_token_score", "prefix_matching_score"}  # scores that also have a record for the best head
 
 
-Score = Callable[..., Tensor]  # (heads,) from weights (heads, tokens, tokens)
+Score = Callable[..., Tensor]  # from attention weights (heads, tokens, tokens) to a score of each head (heads,)
 
 
 def _head_scores(name: str, seen: Trajectory, batch: Batch, scores: Sequence[Score]) -> Values:
@@ -80,7 +80,7 @@ def _head_records(
     nothing = torch.full((len(next(iter(by_key.values()))), 1), torch.nan, dtype=torch.float64)
     layers = range(1, model.num_layers + 1)
     for metric in (score.__name__ for score in scores):
-        # (prompts, heads) of each block
+        # the scores (prompts, heads) of each block, then those of uniform attention
         blocks, chance = ([by_key.get((kind + metric, n), nothing) for n in layers] for kind in ("", "random_"))
         yield from _head_means(metric, blocks, tags)
         samples: list[Sample] = []

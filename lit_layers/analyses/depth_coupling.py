@@ -46,7 +46,7 @@ class Coupling(Analysis):
     - `coupling`, the mean over pairs of different blocks, and `coupling_with_diagonal`, the mean over all pairs;
     - `coupling_by_distance`, the mean over pairs whose blocks are `distance` (tag) apart;
     - `coupling_pair`, the value of one pair: `layer` is its first block, and `other_layer` gives the bases;
-    - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 random, 1 shared);
+    - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 if unrelated, 1 if shared);
     - `min_gap`, and `num_tied`, the number of Jacobians whose leading directions are not well determined.
 
     Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and

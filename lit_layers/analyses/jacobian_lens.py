@@ -233,7 +233,7 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
 
 def _block_vjp(block: _Block, hidden: Tensor, cotangents: Tensor) -> Tensor:
     """Return the cotangents (rows, 1, tokens, dim) of a block's input from the cotangents of its output."""
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support vmap
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # no fused kernels: they do not support vmap
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
         if not output.requires_grad:  # the block detaches its input, so the derivative is 0

@@ -510,8 +510,8 @@ class LayerSimilarity(Analysis):
     its `mode`.
 
     If the similarity of a layer to itself is undefined, the layer has no value with any other layer, and the division
-    is NaN. A layer at which most prompts are not finite has no alignment. A prompt that is not finite at one of the
-    remaining layers is left out of the alignment at all layers.
+    is NaN. A layer at which the states of most prompts are not finite has no `layer_cka`. A prompt whose states are not
+    finite at one of the remaining layers is left out of `layer_cka` at all layers.
 
     Prompts have equal weight in `layer_cosine`, which has intervals. `layer_cka` is over all rows together (tag
     `num_rows`), without intervals. Padding is never included. Options that differ from their defaults are tags. The
@@ -546,7 +546,7 @@ class LayerSimilarity(Analysis):
         return {key: value.cpu() for key, value in values.items()}
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:
-        _, used = comparable(batches["finite"])  # (prompts,)
+        _, used = comparable(batches["finite"])  # (prompts,) which prompts `layer_cka` uses
         rows = batches["rows"].mT[:, used.repeat_interleave(batches["num_rows"])].contiguous()
         prompts = int(used.sum())
         enough = rows.shape[1] >= 4

@@ -40,7 +40,7 @@ def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[in
 
 
 def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians (..., dim, dim) with non-finite ones set to zero, and which are undefined (...).
+    """Return the Jacobians (..., dim, dim) with non-finite ones set to zero, and a mask (...) of undefined ones.
 
     A Jacobian is undefined if it is zero or not finite.
     """
@@ -50,7 +50,10 @@ def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gap_records(gaps: Tensor, n: int, tags: Tags) -> Iterator[Record]:
-    """Yield `min_gap` and `num_tied`, which tell how well leading directions are determined; nothing without gaps."""
+    """Yield the records `min_gap` and `num_tied`, which tell how well leading directions are determined.
+
+    `gaps` has one value of `functional.min_gap` per Jacobian. If it is empty, there are no records.
+    """
     if gaps.numel():
         yield Record(metric="min_gap", value=float(gaps.min()), n=n, tags=dict(tags))
         yield Record(metric="num_tied", value=float((gaps < TIE).sum()), n=n, tags=dict(tags))
@@ -93,11 +96,11 @@ class TokenCoupling(Analysis):
     For each number K of directions (tag `k`), layer l and, if different, other_layer l': `token_coupling`,
     `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens (and over the
     input or output that a pair shares) per prompt, then over prompts. Each comes with `random_..` (expected for
-    unrelated bases) and `excess_..` (0 random, 1 shared). It also comes as a table over tokens, `.._pair`, with tags
-    `token` (of l) and `other_token` (of l', which gives the bases). These are positions from 0 (the first token) to 100
-    (the last), in per cent of the prompt. Prompts of any length therefore share a table. A prompt with fewer than
-    `num_tokens` tokens enters only the means, with all its tokens. Two more records are `min_gap` and `num_tied`, the
-    number of Jacobians whose leading directions are not well determined.
+    unrelated bases) and `excess_..` (0 if unrelated, 1 if shared). The entries of its table, averaged over prompts, are
+    the records `.._pair`, with tags `token` (of l) and `other_token` (of l', which gives the bases). These are positions
+    from 0 (the first token) to 100 (the last), in per cent of the prompt. Prompts of any length therefore share a
+    table. A prompt with fewer than `num_tokens` tokens enters only the means, with all its tokens. Two more records are
+    `min_gap` and `num_tied`, the number of Jacobians whose leading directions are not well determined.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
@@ -288,7 +291,10 @@ class _Layer(NamedTuple):
         return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
-        """Return `gaps` (k, defined Jacobians), and the mask `undefined` (jacobians,) over all Jacobians."""
+        """Return `functional.min_gap` of each defined Jacobian, (k, defined Jacobians), and a mask of undefined ones.
+
+        The mask `undefined` (jacobians,) covers all Jacobians.
+        """
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])
         return {"gaps": gaps, "undefined": self.undefined.cpu()}

@@ -26,7 +26,7 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class Trajectory(Analysis):
-    """Shape, growth and steps of the paths that tokens take through the layers.
+    """Shape, growth and steps of the paths that tokens take through the layers; a step leads to the next layer.
 
     Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
     up to this layer (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each

@@ -220,8 +220,8 @@ class EmergenceCallback(_Scheduled):
     measurement in the file with the same options, data and weights is not repeated.
 
     Under DDP, rank n % size runs the forward pass of micro-batch n. The numbers do not depend on the number of ranks.
-    Sharded weights are gathered into a plain copy on each rank. If the copy does not fit into memory, every analysis
-    records that as its error.
+    Sharded weights are gathered into an unsharded copy on each rank. If the copy does not fit into memory, every
+    analysis records that as its error.
 
     Args:
         analyses: the analyses to run; their names must be unique.

@@ -54,9 +54,9 @@ class TrainingRecipe:
 
     Args:
         learning_rate: peak learning rate.
-        batch_size: sequences or rows per step.
+        batch_size: sequences or rows per optimizer step.
         num_tokens: predictions per sequence; longer rows are cut.
-        warmup_steps: steps of linear warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
         weight_decay: weight decay of matrices and embeddings.
         gradient_clip: norm to which larger gradients are clipped; None turns clipping off.
         precision: precision of Lightning's Trainer.
@@ -392,7 +392,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
         return None if self._local is None else self._local.data_hash()
 
     def settings(self, model: LayeredModel, variant: Variant) -> dict[str, Any]:
-        """Return all settings that determine the result of a variant."""
+        """Return the settings that determine the result of a variant: options, weights and data."""
         return {
             "schedule": format_schedule(variant.schedule),
             "variant": variant.tags,

@@ -23,7 +23,7 @@ _MODULE_KEYS, _DATA_KEYS = {"patch_size", "drop_path_rate"}, {"img_size", "num_c
 
 
 class LitImageClassifier(LitModule):
-    """A training module for timm vision transformers on labelled images, with the plain model at `.model`.
+    """A training module for timm vision transformers on labelled images. timm's own model is at `.model`.
 
     It implements the recipe of DeiT (Touvron et al. 2020, arXiv 2012.12877); every element is off by default. A batch
     holds `pixel_values` (batch, channels, height, width) and `labels` (batch,), by these names or as a pair. Without

@@ -19,7 +19,7 @@ def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
     On a CPU with gradients, the logits are overwritten: their memory then holds their own gradient. That saves three
     tensors of that size (batch x tokens x vocabulary): a float32 copy, the log-probabilities and a separate gradient.
-    On other devices, without gradients, and under `torch.compile`, the plain formula is used.
+    On other devices, without gradients, and under `torch.compile`, torch's own cross-entropy is used.
 
     Args:
         logits: (batch, tokens, columns), in any floating dtype.
@@ -81,7 +81,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
 
 
 def mean_of_step(losses: Sequence[Tensor], accumulate: int) -> Tensor:
-    """Return the mean loss of a step's micro-batches.
+    """Return the mean loss of the micro-batches of an optimizer step.
 
     Lightning has divided each loss by `accumulate`, so the mean is usually the sum of these losses. But the last step
     of an epoch may have fewer micro-batches, and this sum would then be too small.

@@ -96,7 +96,7 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
 
 
 def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
-    """Return a function from step to a factor of the peak learning rate: linear warm-up, then linear decay.
+    """Return a function from the optimizer step to a factor of the peak learning rate: linear warm-up and decay.
 
     The factor reaches 0 at step `steps`. As steps count from 0, the last one is `steps` - 1, so every update has a
     positive factor.
@@ -111,7 +111,7 @@ def warmup_linear(*, warmup_steps: int, steps: int) -> Callable[[int], float]:
 
 
 def warmup_cosine(*, warmup_steps: int, decay_steps: int, min_ratio: float) -> Callable[[int], float]:
-    """Return a function from step to a factor of the peak learning rate: linear warm-up, then a cosine.
+    """Return a function from the optimizer step to a factor of the peak learning rate: linear warm-up, then a cosine.
 
     The factor is 1 / warmup_steps at step 0. From `decay_steps` on it stays at `min_ratio`.
     """
@@ -133,8 +133,8 @@ _EAGER_LOSS = ("cpu",)
 class LitModule(L.LightningModule, ABC):
     """The base of all training modules: optimizer, schedule, gradient clipping and norm, checkpoints.
 
-    The plain model is at `.model` and is never compiled. The module works in any Trainer, with a data module of this
-    package or with plain data loaders. It logs the loss as `train/loss` and validates after step `max_steps`.
+    The network is at `.model`, which is never compiled. The module works in any Trainer, with a data module of this
+    package or with data loaders alone. It logs the loss as `train/loss` and validates after step `max_steps`.
     `load_from_checkpoint` opens checkpoints that the Trainer saved.
 
     Args:
@@ -288,7 +288,7 @@ class LitModule(L.LightningModule, ABC):
 
 
 class LitCausalLM(LitModule):
-    """A training module for Hugging Face causal language models, with the plain model at `.model`.
+    """A training module for Hugging Face causal language models. The model of transformers is at `.model`.
 
     A batch holds `input_ids` (batch, tokens), by that name or as a tensor. Each token predicts the next one, and there
     is no padding. `labels` (by name, or second in a pair) must equal `input_ids`. Other tensors are refused. Without

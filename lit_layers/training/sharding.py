@@ -1,6 +1,6 @@
 """Sharded training with FSDP2.
 
-Each rank holds a shard of every weight. The weights are gathered into a plain model only while it is measured or saved.
+Each rank holds a shard of every weight. Whole weights are gathered only while the model is measured or saved.
 """
 
 import copy
@@ -20,7 +20,7 @@ from lit_layers.models.view import LayeredModel
 
 # Key in a resume checkpoint: whether its run sharded the weights.
 SHARDED = "sharded"
-# Attribute of a sharded model: its plain copy with parameters on the meta device.
+# Attribute of a sharded model: its unsharded copy with parameters on the meta device (`_skeleton`).
 _SKELETON = "_skeleton"
 
 
@@ -80,7 +80,7 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
 
 
 def _broadcast_(tensors: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Move plain tensors to this rank's device and give them the first rank's values."""
+    """Move the tensors that are not sharded to this rank's device, and give them the first rank's values."""
     device = _device(mesh)
     for tensor in tensors:
         # Skip DTensors: they belong to a block that is already sharded, and were broadcast before that.
@@ -116,7 +116,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
-    """Return on each rank a plain copy of the model with all weights, on the rank's device.
+    """Return on each rank an unsharded copy of the model with all weights, on the rank's device.
 
     Every rank must call this. The sharded model does not change.
 
@@ -137,7 +137,9 @@ def whole_copy(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module:
 
 
 def whole_on_first_rank(model: nn.Module, strategy: ModelParallelStrategy) -> nn.Module | None:
-    """Gather a plain copy of the model on the CPU of the first rank, weight by weight. Return None on other ranks.
+    """Gather an unsharded copy of the model on the CPU of the first rank, weight by weight.
+
+    Return None on other ranks.
 
     Every rank must call this.
     """
@@ -157,7 +159,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _gather(model: nn.Module, device: torch.device, *, keep: bool) -> nn.Module | None:
-    """Return a plain copy of a sharded model with all weights on `device`, or None if `keep` is False.
+    """Return an unsharded copy of a sharded model with all weights on `device`, or None if `keep` is False.
 
     Every rank must call this. A rank on which `keep` is False holds only one gathered weight at a time.
     """
@@ -194,7 +196,7 @@ def _min_free(strategy: ModelParallelStrategy) -> float:
 
 
 def _check_room(skeleton: nn.Module, free: float, device: torch.device, num_ranks: int) -> None:
-    """Refuse a plain copy that does not fit into `free` bytes.
+    """Refuse to gather an unsharded copy that does not fit into `free` bytes.
 
     Args:
         num_ranks: number of ranks on this machine.

@@ -163,7 +163,7 @@ class LabelProblem(NamedTuple):
 
 
 def label_scores(problem: LabelProblem, log_proba: Tensor, tags: TagDict, layer: int | None = None) -> Iterator[Record]:
-    """Yield the scores of log-probabilities (test rows, classes)."""
+    """Yield the records that score predictions, given as log-probabilities (test rows, classes)."""
     truth, predicted = problem.test, log_proba.argmax(-1)
     hits = predicted == truth
     fields: dict[str, Any] = {"layer": layer, "tags": tags, "rows": problem.scored}

@@ -223,7 +223,7 @@ class NextTokenProbe(ProbeAnalysis):
         return self._draw(set(), set())
 
     def _draw(self, broken_train: set[int], broken_test: set[int]) -> "_Problem":
-        """Draw the rows, without the texts of the given indices."""
+        """Draw the rows of both splits, without the texts of these indices, which have states that are not finite."""
         train_texts, test_texts = (
             [text for batch in split for text in real_tokens(batch)] for split in (self.train, self.test)
         )
@@ -269,7 +269,7 @@ class NextTokenProbe(ProbeAnalysis):
     def _scores(
         self, problem: "_Problem", predicted: Tensor, log_proba: Tensor, tags: TagDict, layer: int | None = None
     ) -> Iterator[Record]:
-        """Yield the scores of predictions (test rows,) and log-probabilities (test rows, classes)."""
+        """Yield the records that score predictions (test rows,) and log-probabilities (test rows, classes)."""
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
         hit = predicted == problem.test_classes  # False for uncovered rows, whose class is -1
@@ -339,5 +339,5 @@ def _states(model: LayeredModel, rows: Rows, classes: Tensor | None, **how: Any)
         return states, None
     inverse = torch.cat(order).argsort()
     head = _Head(*(torch.cat(columns)[inverse] for columns in zip(*heads, strict=True)))
-    # Without a finite loss, the states of the last layer are not finite either.
+    # Leave out the head if a loss is not finite. The states of the last layer are then not finite either.
     return states, head if head.log_loss.isfinite().all() else None

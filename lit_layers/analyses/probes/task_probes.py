@@ -226,7 +226,7 @@ class Probe(TaskTexts, ProbeAnalysis):
         return _LayerScores(layer, records, scores["test"], failed)
 
     def _curves(self, rows: TaskRows, results: "list[_LayerScores]", tags: TagDict, gaps: Tensor) -> Iterator[Record]:
-        """Yield how the test score rises over layers 1 to L."""
+        """Yield the records of how each test score rises over layers 1 to L."""
         unconverged = sum(each.failed for each in results)
         tags = {**tags, **({"num_not_converged": unconverged} if unconverged else {}), **missing_tag("layers", gaps)}
         for metric in ("accuracy", "log_loss") if rows.is_classification else ("mean_squared_error",):
