@@ -1,4 +1,4 @@
-"""Fixed batches that analyses measure on: corpus windows, tokenized texts, and batches from the user."""
+"""Fixed batches that analyses measure on: windows of a corpus, tokenized texts, or the user's own batches."""
 
 import functools
 import logging
@@ -48,13 +48,13 @@ class Batches(ABC):
         return None
 
     def origins(self) -> Tensor | None:
-        """Return the document id of each text, (texts,), or None if it is unknown."""
+        """Return the id of the document that each text comes from, (texts,), or None if it is unknown."""
         return None
 
 
 BATCH_TOKENS = 8192  # tokens per batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
-# Texts per call of the tokenizer. This limits memory: its encodings take 140 bytes per token, while the ids that we
-# keep take 4.
+# Texts per call of the tokenizer. This limits memory: the encodings that a call returns take 140 bytes per token, while
+# the ids, which are all that is kept of them, take 4.
 _CHUNK = 1000
 
 
@@ -62,7 +62,7 @@ _CHUNK = 1000
 class EncodedTexts:
     """Token ids of texts without padding, in the order of the texts."""
 
-    ids: Sequence[np.ndarray]  # (tokens,) each
+    ids: Sequence[np.ndarray]  # one array (tokens,) per text
     pad_id: int  # id at padded positions, which the attention mask hides
     tokenizer_hash: str
     num_cut: int  # number of truncated texts
@@ -232,7 +232,10 @@ class EvalText(Batches):
         return torch.from_numpy(chosen), shards.tokenizer_hash, torch.from_numpy(documents)
 
     def _check(self, total: int) -> None:
-        """Raise an error if the corpus has too few windows to accept; warn if it has fewer than `num_sequences`."""
+        """Raise an error if `total`, the number of windows of the corpus, is too small to accept.
+
+        Warn if it is smaller than `num_sequences`.
+        """
         name = "num_sequences" if self.min_sequences is None else "min_sequences"
         there = f"{self.corpus!r} has {total} windows of {self.num_tokens} tokens in {self.documents} of {self.split}"
         if total < (least := getattr(self, name)):
@@ -241,9 +244,9 @@ class EvalText(Batches):
             logger.warning("%s: all are taken, num_sequences asks for %d", there, self.num_sequences)
 
     def _count(self, shards: TokenShards) -> tuple[np.ndarray, np.ndarray]:
-        """Return the start of each document in the range that has a window, and its number of windows.
+        """Return the start of each document and its number of windows, for documents in the range `documents`.
 
-        No window contains the end-of-text token.
+        Documents that are shorter than a window are left out. Windows do not contain the end-of-text token.
         """
         starts = shards.document_starts(self.split)
         ends = np.append(starts[1:], shards.num_tokens(self.split))
@@ -254,15 +257,15 @@ class EvalText(Batches):
 
 
 def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
-    """Draw `num` different indices below `total`. A larger draw begins with the indices of a smaller one."""
+    """Return `num` different random indices below `total`. A larger draw begins with the indices of a smaller one."""
     generator, drawn = random.Random(seed), {}
     while len(drawn) < num:
         drawn[generator.randrange(total)] = None
     return list(drawn)
 
 
-MAX = 10_000  # most texts or images, because all stay in memory and are measured at every step
-_BATCH_ROWS = 16  # rows per batch of a data set, which has no batches of its own
+MAX = 10_000  # largest number of texts or images: all stay in memory and are measured at every checkpoint
+_BATCH_ROWS = 16  # rows per batch, if the user passes a data set that gives single rows
 _NAMES = ("input_ids", "attention_mask", "token_type_ids", "pixel_values")
 _EXPECTED = (
     "expected `Batches`, or a DataLoader, a data set or a list of batches: dicts with input_ids or pixel_values, "
@@ -274,8 +277,8 @@ class GivenBatches(Batches):
     """The batches of a DataLoader, a data set or a list, read once so that every checkpoint sees the same ones.
 
     A batch is a tensor of token ids `(batch, tokens)` or of images `(batch, channels, height, width)`. It may also be a
-    dict with that tensor as `input_ids` or `pixel_values`, or a pair of one of these and labels. A row of a data set
-    has the same form without the batch dimension. Token ids without an attention mask count as unpadded.
+    dict with that tensor as `input_ids` or `pixel_values`, or a tuple of such inputs and labels. A row of a data set
+    has the same form without the batch dimension. If there is no attention mask, all token ids are used.
 
     Raises:
         InputError: The data has another type. On the first iteration: a batch has another form, there is no batch, or
@@ -283,7 +286,7 @@ class GivenBatches(Batches):
     """
 
     def __init__(self, data: Any, *, tokenizer_hash: str | None = None) -> None:
-        # True for a data set of torch or of `datasets`, which gives rows and not batches.
+        # A data set of torch or of `datasets` gives single rows. All other data gives batches.
         is_rows = isinstance(data, Dataset) or callable(getattr(data, "with_format", None))
         if not (is_rows or isinstance(data, DataLoader | Tensor | list | tuple)):
             raise InputError(f"batches: {_EXPECTED}; got a {type(data).__name__}")
@@ -329,7 +332,7 @@ class GivenBatches(Batches):
             yield self._data
         elif self._is_rows:
             count = len(self._data)
-            refuse_many(count)  # refuse before the first row is read
+            refuse_many(count)  # raise the error before the first row is read
             for start in range(0, count, _BATCH_ROWS):
                 yield _collate([self._data[row] for row in range(start, min(start + _BATCH_ROWS, count))])
         else:
@@ -337,7 +340,7 @@ class GivenBatches(Batches):
 
 
 def refuse_many(count: int) -> None:
-    """Raise InputError for more than `MAX` texts or images, too many to measure at every step."""
+    """Raise InputError if there are more than `MAX` texts or images: too many to measure at every checkpoint."""
     if count > MAX:
         raise InputError(f"batches: expected at most {MAX} texts or images, got more: give Subset(data, range(64))")
 
@@ -348,7 +351,7 @@ def to_batches(data: Any) -> Batches:
 
 
 def _collate(rows: Sequence[Any]) -> Any:
-    """Collate rows of a data set: pad token ids to the longest, and leave the rest to torch's `default_collate`."""
+    """Combine rows of a data set to a batch. Token ids are padded; other rows go through torch's `default_collate`."""
     first = rows[0]
     if isinstance(first, Mapping) and "input_ids" in first:
         return padded([_unpadded(row) for row in rows], 0)
@@ -356,7 +359,7 @@ def _collate(rows: Sequence[Any]) -> Any:
 
 
 def _unpadded(row: Mapping[str, Any]) -> np.ndarray:
-    """Return the token ids of a row without padding."""
+    """Return the token ids of a row of a data set without those that its attention mask hides."""
     ids, mask = np.asarray(row["input_ids"]), row.get("attention_mask")
     return ids if mask is None else ids[np.asarray(mask, dtype=bool)]
 
@@ -385,7 +388,7 @@ def _to_batch(batch: Any, index: int) -> dict[str, Tensor]:
     labels = batch.get("labels") if labels is None else labels
     one_per_row = labels is not None and isinstance(labels, Tensor) and labels.shape == (len(values[inputs]),)
     if labels is not None and one_per_row and not labels.is_floating_point():
-        # Keep only labels of whole rows: labels per token only repeat the text.
+        # Keep only labels of whole texts or images. Labels per token are left out, because they only repeat the text.
         values["labels"] = labels.detach().cpu().long()
     return values
 
@@ -421,7 +424,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(ids)}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_tokens": None}  # leave the memory map out: pickling it would copy the whole file
+        return {**self.__dict__, "_tokens": None}  # pickle no memory map: it would copy the whole file
 
 
 # `unigram_entropy` counts at most this many tokens: 0.2 GB of uint16, read once. More tokens change the entropy only in

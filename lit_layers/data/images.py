@@ -26,9 +26,9 @@ IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "jpg", "png"), ("label", "labels
 # CIFAR-10 takes 50,000 x 3 x 32 x 32 B = 0.15 GB. Images in folders of files always count as large.
 SMALL = 64
 _HELD_OUT = ("val", "valid", "validation", "test")
-# Pillow raises these errors for unreadable files.
+# Errors that Pillow raises for unreadable files.
 _BROKEN = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-# Images in these Pillow modes convert to RGB without clipping.
+# Pillow modes of images with 8 bits per value or fewer. They can be converted to RGB without clipping.
 _EIGHT_BITS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV")
 
 
@@ -46,9 +46,10 @@ class SmallPictures:
         return Image.fromarray(self.pixels[index].permute(1, 2, 0).numpy())
 
     def batch(self, chosen: Sequence[int], *, pinned: bool = False) -> Tensor:
-        """Return the chosen images, (chosen, 3, height, width); if `pinned`, in pinned memory for a copy to a GPU.
+        """Return the images with the indices `chosen`, (chosen, 3, height, width).
 
-        `index_select` is used because indexing with brackets copies byte by byte and takes at least twice as long.
+        With `pinned` they are in pinned memory, for a copy to a GPU. `index_select` is used because indexing with
+        brackets copies byte by byte and takes at least twice as long.
         """
         images = torch.empty(len(chosen), *self.pixels.shape[1:], dtype=self.pixels.dtype, pin_memory=pinned)
         return torch.index_select(self.pixels, 0, torch.tensor(chosen, dtype=torch.long), out=images)
@@ -81,7 +82,7 @@ class EncodedPictures:
         return decoded(row, str(row) if isinstance(row, Path) else f"row {index} of {self.name}")
 
     def content_hash(self) -> str:
-        """Return a hash of the name, the fingerprint and the labels.
+        """Return a hash of the name, the labels and the fingerprint, which identifies the image files.
 
         Pixels are not hashed, because reading 150 GB of images would take hours.
         """
@@ -108,7 +109,7 @@ def decoded(source: Path | bytes | None, name: str) -> Image.Image:
 
 
 def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
-    """Decode all images to one tensor if the first is small, otherwise return them unchanged."""
+    """Decode all images of a split to one tensor if the first is small; otherwise return `pictures` unchanged."""
     width, height = pictures.picture(0).size
     if max(width, height) > SMALL:
         return pictures
@@ -123,7 +124,7 @@ def _decoded_if_small(pictures: EncodedPictures) -> Pictures:
 
 
 Split = Literal["train", "test"]
-Content = tuple[Pictures, tuple[str, ...] | None]  # the images of a split and the class names
+Content = tuple[Pictures, tuple[str, ...] | None]  # the images of a split, and the class names or None
 
 
 class ImageSource:
@@ -195,7 +196,10 @@ def image_source(name: str) -> ImageSource:
 
 
 def _digits(split: Split) -> Content:
-    """Return scikit-learn's handwritten digits, 8 x 8 px; every fifth image of a class is in the test split."""
+    """Return a split of scikit-learn's handwritten digits, 8 x 8 px.
+
+    Every fifth image of a class is in the test split.
+    """
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
@@ -211,7 +215,10 @@ def _digits(split: Split) -> Content:
 
 
 def _folders(root: Path, split: Split) -> Content:
-    """Read the split from train/CLASS/*.jpg, or from val, valid, validation or test in the same layout."""
+    """Read a split from an image folder with files such as train/CLASS/1.jpg.
+
+    The split `test` is read from a folder val, valid, validation or test, the first that exists.
+    """
     from torchvision.datasets import ImageFolder
 
     held_out = next((name for name in _HELD_OUT if (root / name).is_dir()), None)
@@ -267,15 +274,15 @@ def _data_set(name: str, split: Split) -> Content:
         value = images[index].as_py()
         return value["bytes"] if value["bytes"] is not None else Path(value["path"])
 
-    # For local files, do not use the fingerprint of `datasets`: it contains modification times, so a copy of the files
-    # would have another one.
+    # Identify local files by their names and sizes. The fingerprint of `datasets` contains modification times, so a
+    # copy of the files would have another one.
     fingerprint = _listing(Path(name), sorted(Path(name).rglob("*.parquet"))) if is_local else rows._fingerprint
     pictures = EncodedPictures(encoded, torch.tensor(labels), origin, fingerprint)
     return _decoded_if_small(pictures), None if names is None else tuple(names)
 
 
 def _columns(names: Sequence[str], origin: str) -> tuple[str, str]:
-    """Return the names of the image column and the label column."""
+    """Return the names of the image column and the label column of a data set, given its column names."""
     columns = []
     for kind, usual in (("images", IMAGE_COLUMNS), ("labels", LABEL_COLUMNS)):
         column = next((name for name in usual if name in names), None)
@@ -291,7 +298,7 @@ STATISTICS = {
     "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
 }
 USUAL_SIZE = 224
-CROP = 0.875  # side of the centre crop of a large image divided by its shorter side: 224 / 256
+CROP = 0.875  # side of the centre crop divided by the image's shorter side, for large images: 224 / 256
 
 
 @dataclass
@@ -410,7 +417,10 @@ def image_size(source: ImageSource, chosen: int | None) -> int:
 
 
 def eval_pixels(pictures: Pictures, chosen: list[int], size: int) -> Tensor:
-    """Return the chosen images, resized and cropped for evaluation, in 0..255: (images, 3, size, size)."""
+    """Return the images with the indices `chosen`, resized and cropped for evaluation.
+
+    The result is (images, 3, size, size) with values in 0..255.
+    """
     if isinstance(pictures, SmallPictures):
         return resized(pictures.batch(chosen), size)
     return torch.stack([_crop(pictures.picture(index), size) for index in chosen])

@@ -50,20 +50,23 @@ BPE_BYTES = 10**8  # a BPE tokenizer is trained on this number of characters (no
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the narrowest unsigned type that holds every token id."""
+    """Return the narrowest unsigned integer dtype for token ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @dataclass(frozen=True)
 class TokenShards:
-    """A folder of prepared tokens. Files are memory-mapped on access, so objects are small and cheap to pickle."""
+    """A prepared corpus: a folder with the token ids of its splits.
+
+    The files are memory-mapped on access, so an object of this class is small and cheap to pickle.
+    """
 
     folder: Path
     header: dict[str, Any]
 
     @classmethod
     def open(cls, folder: str | Path) -> "TokenShards":
-        """Open a prepared folder and check its sizes.
+        """Open a folder that `prepare` wrote and check the sizes of its files.
 
         Raises:
             InputError: The folder is missing, has another version, or is damaged.
@@ -81,7 +84,7 @@ class TokenShards:
         return np.memmap(self._path(split, ".bin"), dtype=np.dtype(self.header["dtype"]), mode="r")
 
     def document_starts(self, split: str) -> np.ndarray:
-        """Return the index of each document's first token, memory-mapped."""
+        """Return the index in `tokens` of the first token of each document of a split, memory-mapped."""
         return np.memmap(self._path(split, ".idx"), dtype=STARTS, mode="r")
 
     def num_tokens(self, split: str) -> int:
@@ -108,7 +111,7 @@ class TokenShards:
 
     @property
     def checksum(self) -> str:
-        """Return the SHA-256 over the names and checksums of all files. Equal folders have equal checksums."""
+        """Return a SHA-256 over the names and SHA-256 sums of all files. Equal folders have equal checksums."""
         return self.header["checksum"]
 
     def _path(self, split: str, suffix: str) -> Path:
@@ -118,7 +121,10 @@ class TokenShards:
 
 
 def finish(draft: Path, folder: Path, header: dict[str, Any]) -> None:
-    """Write the header for the files in `draft`, flush them to disk, and rename `draft` to `folder`."""
+    """Complete a preparation in the folder `draft`.
+
+    The header is added, all files are flushed to disk, and `draft` is renamed to `folder`.
+    """
     paths = [path for path in sorted(draft.rglob("*")) if path.is_file() and path.name != HEADER]
     files = {path.relative_to(draft).as_posix(): _entry(path) for path in paths}
     listing = "\n".join(f"{name} {entry['sha256']}" for name, entry in sorted(files.items()))
@@ -236,9 +242,10 @@ def _write(
     progress: bool,
     key: str,
 ) -> dict[str, Any]:
-    """Write the tokens and start indices of all documents, and return the counts and hashes of the text.
+    """Tokenize all documents of a corpus and write their tokens and start indices to the folder `draft`.
 
-    `key` is a hash of corpus, options and tokenizer. Saved progress with another key is discarded.
+    Return the numbers of documents and tokens, and hashes of the text, for the header. `key` is a hash of corpus,
+    options and tokenizer. Progress that was saved with another key is discarded.
     """
     encoder, end = copy.deepcopy(tokenizer.tokenizer), tokenizer.end_of_text_id
     # Tokenize "<|endoftext|>" in a document as ordinary text, not as the special token.
@@ -250,7 +257,7 @@ def _write(
         state["splits"] = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in STEMS}
         state["left_out"] = {"empty": 0, "duplicate": 0}
     splits, left_out, chains = state["splits"], state["left_out"], state["chains"]
-    pending: list[tuple[str, str]] = []  # (split, text)
+    pending: list[tuple[str, str]] = []  # (split, text) of documents that are not tokenized yet
 
     def write() -> None:
         encodings = encoder.encode_batch_fast([text for _, text in pending], add_special_tokens=False)
@@ -272,7 +279,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context((draft / name).open("ab")) for name in names]
         for name, file in zip(names, opened, strict=True):
-            file.truncate(state["sizes"][name])  # drops what was written after the last save
+            file.truncate(state["sizes"][name])  # drop what an interrupted run wrote after it last saved its progress
         files = dict(zip(splits, zip(opened[::2], opened[1::2], strict=True), strict=True))
         stack.enter_context(tokenization.tokenizer_threads(every_core=True))
         size, saved_at = 0, time.monotonic()
@@ -308,9 +315,9 @@ def _write(
 
 
 def _assign(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]:
-    """Yield each text with its split and its hash, in the order of the source's splits.
+    """Yield (text, split, hash of the text) for each document of a corpus, in the order of the source's splits.
 
-    A text to leave out has the reason, "empty" or "duplicate", in place of its split.
+    A document that is left out has the reason, "empty" or "duplicate", in place of its split.
     """
     most, held_out = limit or sys.maxsize, set[int]()
     for split in source.splits:  # a split of None means that the source is one stream
@@ -326,7 +333,7 @@ def _assign(source: Source, limit: int | None) -> Iterator[tuple[str, str, int]]
 
 
 def _training_texts(source: Source, limit: int | None, size: int) -> Iterator[str]:
-    """Yield training documents until they hold at least `size` characters."""
+    """Yield training documents, to train a tokenizer on, until they have at least `size` characters in all."""
     total = 0
     for text, split, _ in _assign(source, limit):
         if total >= size:
@@ -368,9 +375,10 @@ def _expect_settings(folder: Path, before: dict[str, Any], asked: dict[str, Any]
 
 @contextlib.contextmanager
 def _draft_of(folder: Path) -> Iterator[Path]:
-    """Yield the hidden draft folder. It remains on disk if a run is interrupted after saving progress.
+    """Yield a hidden folder in which the shards for `folder` are prepared.
 
-    While one process prepares, a lock makes the others wait. Disk errors become InputError.
+    If a preparation is interrupted after it saved its progress, the hidden folder remains for the next run. Otherwise
+    it is removed. While one process prepares, a lock makes other processes wait. Disk errors become InputError.
     """
     draft = folder.with_name(f".{folder.name}.draft")
     try:

@@ -129,7 +129,7 @@ class CorpusTexts(Texts):
 
     def __post_init__(self) -> None:
         refuse_below_one(num_texts=self.num_texts)
-        self._windows()  # called here because it raises an error if an option is out of range
+        self._windows()  # called only to raise an error if an option is out of range
 
     def texts(self) -> Sequence[str]:
         return self._texts
@@ -163,7 +163,7 @@ class CorpusTexts(Texts):
 
 
 class _EncodedBatches(Batches):
-    """Base of batches made from encoded texts, in their order."""
+    """Base class of batches that are made from texts and a tokenizer, in the order of the texts."""
 
     batch_size: int
     _encoded: functools.cached_property[EncodedTexts]
@@ -211,9 +211,9 @@ class TextBatches(_EncodedBatches):
 
 @dataclass
 class LabelledTexts(TextBatches):
-    """`TextBatches` with the classes of the texts in each batch as `labels`, (batch,) int64.
+    """`TextBatches` that also contain the classes of the texts as `labels`, (batch,) int64.
 
-    `TaskTexts` of a classification task have classes.
+    The texts must have classes, such as `TaskTexts` of a classification task.
 
     Raises:
         InputError: On the first iteration: the texts have no classes.
@@ -309,9 +309,9 @@ def _draw_prompts(benchmark: ScoredTask, folder: str | None, num: int, seed: int
     return [texts[row] for row in draw_indices(len(texts), num, f"{seed}/{benchmark.name}")]
 
 
-@functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # shared by all models of a suite
+@functools.lru_cache(maxsize=2 * len(BENCHMARKS))  # cached, so that several models in one process read each file once
 def _read_prompts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
-    """Return the prompts of a benchmark that are not blank, and their origin for error messages."""
+    """Return the prompts of a benchmark without blank ones, and the name of their file or split for error messages."""
     benchmark = find("prompts", name).localized(folder)
     (column,) = benchmark.text
     rows = benchmark.read([benchmark.split], {column: "text"})
@@ -322,14 +322,17 @@ def _read_prompts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
 
 
 MIN_CHARACTERS = 4
-MAX_EQUAL = 0.05  # at most this share of the texts may have two equal views
+MAX_EQUAL = 0.05  # largest accepted share of texts with two equal views
 
 _LETTERS = string.ascii_letters + string.digits
 _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
 
 
 def _neighbours() -> dict[str, str]:
-    """Return the neighbours of each key of a US keyboard. Each row is half a key to the right of the row above."""
+    """Return the neighbouring keys of each key of a US keyboard, for typing errors.
+
+    Each row of keys is half a key to the right of the row above.
+    """
     near: dict[str, str] = {}
     for y, row in enumerate(_ROWS):
         for x, key in enumerate(row):
@@ -347,11 +350,11 @@ _NEIGHBOURS = _neighbours()
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """Perturbed copies of texts, with statistics of how much they differ from the originals."""
+    """Perturbed copies ("views") of texts, with statistics of how much they differ from the original texts."""
 
     texts: list[list[str]]  # texts[v][i]: view v of text i
-    num_equal: int  # texts with two equal views
-    num_unchanged: int  # texts without a word of 4 or more characters, whose views all equal the text
+    num_equal: int  # number of texts with two equal views
+    num_unchanged: int  # number of texts without a word of 4 or more characters; their views equal the text
     changed_fraction: float  # fraction of all words that a view changes, averaged over views
 
 
@@ -395,7 +398,10 @@ def make_views(
 
 
 def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0.3, max_words: int = 10) -> str:
-    """Return one view of a text; `random_state` is (seed, index of the view, index of the text)."""
+    """Return one view of a text: a copy with typing errors, made as in `make_views`.
+
+    `random_state` is (seed, index of the view, index of the text).
+    """
     draw = random.Random("/".join(map(str, random_state)))
     for step in ("split", "random character", "keyboard"):
         pieces = re.split(r"(\s+)", text)  # words at even indices, white space at odd ones
@@ -414,11 +420,14 @@ def make_view(text: str, random_state: tuple[int, int, int], *, share: float = 0
 
 
 def _perturbed(word: str, draw: random.Random, share: float, letters: str | None) -> str:
-    """Replace a share of the characters of a word by random `letters`, or by neighbouring keys if `letters` is None."""
+    """Return a word with a share of its characters replaced by other characters.
+
+    They are drawn from `letters` or, if `letters` is None, from the neighbouring keys on a keyboard.
+    """
     chars = list(word)
     for index in sorted(draw.sample(range(len(word)), math.ceil(share * len(word))), reverse=True):
         choices = _NEIGHBOURS.get(word[index], "") if letters is None else letters.replace(word[index], "")
-        # A character without choices stays; with neighbouring keys, this is one that is not on the keyboard.
+        # Leave a character unchanged if nothing can replace it, because it is not on the keyboard.
         chars[index] = draw.choice(choices) if choices else word[index]
     return "".join(chars)
 

@@ -19,7 +19,8 @@ from lit_layers.files.hub import hub_errors
 from lit_layers.identity import sha16
 from lit_layers.tasks.task_files import json_objects, open_parquet
 
-# In reading order. Validation comes first, so that training documents that repeat a validation document can be dropped.
+# The splits in the order in which they are read. Validation comes first, so that training documents that repeat a
+# validation document can be dropped.
 SPLITS = ("validation", "train")
 CONVERTED = "refs/convert/parquet"
 ALIASES = {
@@ -38,11 +39,11 @@ class Source(ABC):
 
     splits: tuple[str | None, ...] = (None,)
     validation: float | None = None
-    revision: str | None = None  # the commit on the Hub, which stays the same for the whole preparation
+    revision: str | None = None  # commit on the Hub, set by `pin` so that one preparation reads one commit
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return all settings that decide which documents are read, as JSON.
+        """Return all options and file facts that decide which documents are read, as values that JSON can hold.
 
         The documents are not opened and the network is not used.
         """
@@ -52,7 +53,7 @@ class Source(ABC):
         """Yield the texts of a split."""
 
     def pin(self) -> None:  # noqa: B027 - most sources have nothing to fix
-        """Fix the revision if the source may change."""
+        """Choose the commit to read if the source is on the Hub, where it may change."""
 
 
 def open_source(
@@ -82,13 +83,14 @@ def digest(text: str) -> int:
 
 
 def is_held_out(value: int, share: float) -> bool:
-    """Return whether a 64-bit hash falls into the first `share` of its range."""
+    """Return whether a document with this 64-bit hash belongs to validation, which is a `share` of all documents."""
     return value < share * 2**64
 
 
-# Folders that are not read: installed packages, tests, data tables, and packages that distributions often omit.
+# Folders of the standard library that are not read: installed packages, tests, data tables, and packages that Linux
+# distributions often omit.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings"}
-LEFT_OUT |= {"turtledemo", "pydoc_data"}  # pydoc_data: `documents` reads each of its topics separately
+LEFT_OUT |= {"turtledemo", "pydoc_data"}  # `documents` reads the topics in pydoc_data one by one
 # Files whose names start with this are not read: the build of Python writes them, so they differ between machines.
 GENERATED = "_sysconfigdata"
 TOPICS = Path("pydoc_data/topics.py")
@@ -172,7 +174,7 @@ class HubText(Source):
         }
 
     def pin(self) -> None:
-        """Fix the revision to the named one or the newest commit, and set the splits that the data set has."""
+        """Choose the commit of the named revision, or the newest commit, and find out which splits the data set has."""
         from huggingface_hub import HfApi
 
         absent = f"the data set {self.name!r} is no local path and cannot be had from the Hub"
@@ -284,7 +286,7 @@ class LocalText(Source):
 
     def _read_jsonl(self, file: Path) -> Iterator[str]:
         for row in json_objects(file):
-            # JSON can hold a lone surrogate, which UTF-8 cannot encode.
+            # Replace lone surrogates, which a JSON file can contain, by "?", because UTF-8 cannot encode them.
             yield _text_of(row, self.column, str(file)).encode("utf-8", "replace").decode()
 
     def _read_parquet(self, file: Path) -> Iterator[str]:

@@ -27,14 +27,14 @@ COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "ch
 BYTES, MOST_TOKENS = 256, 2_000_000
 LONG_WORD = 1000  # most characters of a word for BPE training, which takes time quadratic in a word's length
 _PARALLEL = "TOKENIZERS_PARALLELISM"
-# The id of the process that imported this module. A forked child has another one: it must use a single thread, because
-# it lacks the threads of `tokenizers` and would wait for them forever.
+# The id of the process that imported this module, to recognise forked processes, which have another id. They must use a
+# single thread, because they lack the threads of `tokenizers` and would wait for them forever.
 _PID = os.getpid()
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, the token that ends a document, and the files next to `tokenizer.json` by name."""
+    """A tokenizer, the token that ends a document, and the paths of further files of the tokenizer by name."""
 
     tokenizer: Tokenizer
     end_of_text: str
@@ -67,7 +67,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
     Training is deterministic.
 
     Raises:
-        InputError: The texts have too few pairs for `size` tokens.
+        InputError: The texts have too few repeated pairs of tokens to merge for `size` tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,7 +88,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
 
 
 def _split_long_words(texts: Iterable[str]) -> Iterator[str]:
-    """Split texts that contain a very long word, because training on a word of megabytes would take days."""
+    """Cut texts with a very long word into pieces, because training BPE on a word of megabytes would take days."""
     for text in texts:
         if len(text) < LONG_WORD or max(map(len, text.split()), default=0) < LONG_WORD:
             yield text
@@ -150,7 +150,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     return _content_hash(tokenizer.to_str())
 
 
-# Cached, because each analysis needs the hash, and hashing takes six times as long as `to_str`.
+# Cached, because each analysis needs the hash of the tokenizer, and hashing takes six times as long as `to_str`.
 @lru_cache(maxsize=4)
 def _content_hash(text: str) -> str:
     parts = json.loads(text)
@@ -169,8 +169,8 @@ def _content_hash(text: str) -> str:
 def tokenizer_threads(*, every_core: bool = False) -> Iterator[None]:
     """Restrict `tokenizers` to the calling thread. With `every_core`, let it use all cores, except in a forked process.
 
-    Once `tokenizers` has started threads, it warns in every forked data loader, unless TOKENIZERS_PARALLELISM is set.
-    After a use with `every_core`, the variable therefore stays set.
+    Once `tokenizers` has started threads, it warns in every forked data loader, unless the environment variable
+    TOKENIZERS_PARALLELISM is set. The variable therefore stays set after a use with `every_core`.
     """
     before = os.environ.get(_PARALLEL, "false" if every_core else None)
     os.environ[_PARALLEL] = "true" if every_core and os.getpid() == _PID else "false"
@@ -204,8 +204,8 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
 def _add_end(loaded: TextTokenizer) -> None:
     """Make the tokenizer append the end token when it adds special tokens, unless it already does.
 
-    Encoders that pool the last token were trained with transformers 4, which obeyed add_eos_token in
-    tokenizer_config.json. transformers 5 only reads tokenizer.json.
+    This obeys the option add_eos_token in tokenizer_config.json, as transformers 4 did. transformers 5 only reads
+    tokenizer.json, but encoders that pool the last token were trained with the end token.
     """
     tokenizer, end = loaded.tokenizer, loaded.end_of_text
     if tokenizer.encode("a").ids[-1:] != [loaded.end_of_text_id]:
@@ -231,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _drop_offsets(node: Any) -> Any:
-    """Remove options that affect only the offsets of tokens in the text, not their ids."""
+    """Return a part of a tokenizer's JSON without options that affect only the offsets of tokens, not their ids."""
     if isinstance(node, dict):
         return {key: _drop_offsets(value) for key, value in node.items() if key != "trim_offsets"}
     return [_drop_offsets(value) for value in node] if isinstance(node, list) else node

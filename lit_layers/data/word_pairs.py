@@ -16,21 +16,21 @@ from lit_layers.errors import InputError
 from lit_layers.identity import sha16
 from lit_layers.schema import refuse_below_one
 
-# Names of the two columns of words: in BATS, and in the counterfactual pairs of Park et al.
+# Accepted names of the two columns of words: those of BATS, and those of the counterfactual pairs of Park et al.
 KNOWN_COLUMNS = (("word", "answers"), ("word1", "word2"))
 LABELS = ["category", "category_id", "group"]
-MIN_PAIRS = 3  # fewest pairs of a category; with fewer, a mean over pairs of pairs means little
+MIN_PAIRS = 3  # smallest number of word pairs of a category, because analyses average over pairs of word pairs
 
 
 @dataclass(frozen=True, eq=False)
 class Category:
-    """The pairs of one relation. `first` and `second` are indices into `WordPairs.words()`."""
+    """The word pairs of one relation. `first` and `second` are indices of their words in `WordPairs.words()`."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
     first: Tensor  # (pairs,)
     second: Tensor  # (pairs,)
-    num_dropped: int  # pairs whose two words have the same token ids
+    num_dropped: int  # number of pairs dropped because both words have the same token ids
     id: str | None = None
     group: str | None = None
 
@@ -82,7 +82,7 @@ class WordPairs(Batches):
         return self._loaded[0]
 
     def category_pairs(self) -> tuple[Category, ...]:
-        """Return the pairs of each category, in the order of the file."""
+        """Return the word pairs of each category, in the order of the file."""
         return self._loaded[1]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -147,7 +147,10 @@ class WordPairs(Batches):
 
 
 def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
-    """Tokenize each word with a leading space, unless the tokenizer adds one to every text itself."""
+    """Tokenize each word with a leading space, and find the position of its last sub-token.
+
+    No space is added if the tokenizer itself adds one to every text.
+    """
     with tokenizer_threads():
         bare = tokenizer.tokenizer.encode("a", add_special_tokens=False).tokens
         space = "" if bare and bare[0].startswith(("\u2581", "\u0120")) else " "
@@ -160,9 +163,9 @@ def _encode(words: Sequence[str], tokenizer: TextTokenizer) -> list[Word]:
 
 
 def _read(path: Path) -> Any:
-    """Return a table with one row per pair: the words `first` and `second`, and the columns `LABELS`.
+    """Read a file of word pairs into a table with the columns `first`, `second` and `LABELS`, one row per pair.
 
-    Labels that the file lacks are None, except that a missing category becomes the name of the file.
+    Columns of `LABELS` that the file lacks contain None, except that a missing category becomes the name of the file.
     """
     import pandas as pd
 
@@ -182,11 +185,11 @@ def _read(path: Path) -> Any:
 
 
 def _word(value: Any) -> str:
-    """Return the word, or the first of several answers, or an empty string if there is none."""
+    """Return the word in a cell of the file, or the first of several answers, or an empty string if there is none."""
     if not isinstance(value, str):
         try:
             value = next(iter(value), "")
-        except TypeError:  # the value is a number or missing
+        except TypeError:  # `value` is a number or missing, and not a list
             return ""
     return str(value).split("/")[0].strip()
 
@@ -199,6 +202,6 @@ def _table(path: Path) -> Any:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
         separator = "\t" if path.suffix == ".tsv" else ","
-        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # read "null" and "nan" as words
+        return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # "null" and "nan" are words
     except (pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:
         raise InputError(f"{path} is no table of word pairs ({error}): copy it again") from error
