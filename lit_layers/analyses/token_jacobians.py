@@ -97,10 +97,10 @@ class TokenCoupling(Analysis):
     `input_context_coupling`, `output_context_coupling`. Each is the mean over pairs of different tokens (and over the
     input or output that a pair shares) per prompt, then over prompts. Each comes with `random_..` (expected for
     unrelated bases) and `excess_..` (0 if unrelated, 1 if shared). The entries of its table, averaged over prompts, are
-    the records `.._pair`, with tags `token` (of l) and `other_token` (of l', which gives the bases). These are positions
-    from 0 (the first token) to 100 (the last), in per cent of the prompt. Prompts of any length therefore share a
-    table. A prompt with fewer than `num_tokens` tokens enters only the means, with all its tokens. Two more records are
-    `min_gap` and `num_tied`, the number of Jacobians whose leading directions are not well determined.
+    the records `.._pair`, with tags `token` (of l) and `other_token` (of l', which gives the bases). These tags are
+    positions from 0 (the first token) to 100 (the last), in per cent of the prompt. Prompts of any length therefore
+    share a table. A prompt with fewer than `num_tokens` tokens enters only the means, with all its tokens. Two more
+    records are `min_gap` and `num_tied`, the number of Jacobians whose leading directions are not well determined.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
