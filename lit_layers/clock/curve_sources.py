@@ -101,7 +101,7 @@ def curves_of(
 def _scalar_curves(run: run_data.RunData, axis: AxisName) -> list[StepCurve]:
     """Return the curves of all scalars that training logged, such as the loss.
 
-    Long curves are averaged over bins of rows, which are equally wide on a logarithmic axis.
+    The points of a long curve are averaged within bins, which are equally wide on a logarithmic axis.
     """
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in run.scalars:
@@ -154,7 +154,7 @@ def _read_table(path: Path) -> Any:
 
 
 def _read_results(path: Path) -> list[dict[str, Any]]:
-    """Return the rows in a file of lm-eval results, or an empty list for another JSON file."""
+    """Return a file of lm-eval results as rows of a table, one for each score; an empty list for another JSON file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -156,8 +156,9 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
     """Return the analyses of which the same curve was measured with different settings (options and data).
 
-    The result maps each of these analyses to a mapping from settings to the names that `curves` gives with the curves
-    of these settings. Curves with unknown settings are ignored.
+    `curves` are pairs of a name, such as that of a run, and a curve. The result maps each of these analyses to its
+    settings, and each of these settings to the names of the curves that were measured with it. Curves with unknown
+    settings are ignored.
     """
     found: dict[str, dict[str, list[str]]] = {}
     known = ((name, curve) for name, curve in curves if not curve.settings.startswith(UNKNOWN))
@@ -204,7 +205,7 @@ def add_prompts(
 
 
 def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:
-    """Return the key of the curve to which a record belongs."""
+    """Return the `StepCurve.key` of the curve to which a record belongs."""
     return analysis, record.metric, record.layer, text_of(_tags(record))
 
 
@@ -257,10 +258,10 @@ def _stderr(record: Record) -> float:
 def curve_of_points(
     run: str, analysis: str, metric: str, layer: int | None, tags: Tags, points: Sequence[tuple[float, float, float]]
 ) -> StepCurve:
-    """Return the curve of points (step, value, standard error).
+    """Return the curve through points (step, value, standard error); an unknown standard error is NaN.
 
     The curve has standard errors only if every value has one. If only some values have one, `num_without_stderr` is the
-    number of values without.
+    number of values without a standard error.
     """
     at, values, stderr = np.array(points, dtype=np.float64).T
     has_error = np.isfinite(stderr[np.isfinite(values)])
@@ -278,11 +279,12 @@ def curve_of_points(
 
 
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
-    """Return the values of the prompts of a curve (prompts, checkpoints), NaN where undefined.
+    """Return the values of single prompts at the checkpoints `at` of a curve, (prompts, checkpoints), or None.
 
-    Return None if prompts have no stored values at a checkpoint where the curve has one, or if their number differs
-    between checkpoints. Also return None if fewer than two prompts have a value at every one of these checkpoints, or
-    fewer than half of the prompts with a value at any of them.
+    `values` is the curve, `rows` maps checkpoints to the stored values of the prompts. Undefined values are NaN. Return
+    None if no values of prompts are stored at a checkpoint where the curve has a value, or if the number of prompts
+    differs between checkpoints. A prompt is complete if it has a value wherever the curve has one. Also return None if
+    fewer than two prompts are complete, or fewer than half of the prompts that have any value there.
     """
     known = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
@@ -361,7 +363,7 @@ def merge_layer_seeds(curves: Sequence[LayerCurve], name: str) -> list[LayerCurv
 
 
 def layer_table(curves: Iterable[LayerCurve]) -> pd.DataFrame:
-    """Return a row per statistic, metric and checkpoint, with the columns `LAYER_COLUMNS`."""
+    """Return a table with a row per statistic, metric and checkpoint, and with the columns `LAYER_COLUMNS`."""
     rows = [
         (
             *(each.curve.run, each.curve.analysis, each.metric, each.tags, at, each.statistic, value, low, high),
@@ -400,7 +402,7 @@ def _layer_statistics(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerC
         scores = values[step, known] + np.concatenate([np.zeros((1, known.sum())), noise])
         numbers = _statistics(scores, np.array(layer_numbers)[known], better)
         results[0, :, step] = numbers[0]
-        defined = np.isfinite(numbers[1:]).any(0)  # constant curves have no rank correlation
+        defined = np.isfinite(numbers[1:]).any(0)  # False for the rank correlation of constant curves
         if has_errors:
             results[1:, defined, step] = np.nanquantile(numbers[1:, defined], _TAILS, axis=0)
             stderr[defined, step] = np.nanstd(numbers[1:, defined], axis=0)
@@ -423,7 +425,10 @@ def _layer_statistics(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerC
 
 
 def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> Array:
-    """Return the statistics (curves, statistics) of curves (curves, layers)."""
+    """Return the statistics over layers (curves, statistics) of a metric's values at `layers`, `rows` (curves, layers).
+
+    They are `STATISTICS` and, if it is known which values of the metric are better, `CHOICES`.
+    """
     import torch
 
     # Imported here, because report pages import this module and should not wait for torch.

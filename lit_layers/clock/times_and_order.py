@@ -224,7 +224,7 @@ def layer_order_table(clock: Clock) -> pd.DataFrame:
 
 
 def emerged_curves(clock: Clock, run: str) -> list[tuple[StepCurve, EmergenceTimes]]:
-    """Return the curves of `model_pairs` that emerge in a run, earliest half-way point first."""
+    """Return the curves of a run that emerge, one per metric (see `model_curves`), earliest half-way point first."""
     emerged = [(curve, times) for curve, times in model_pairs(clock, run) if times.emerges]
     return sorted(emerged, key=lambda pair: pair[1].halfway.value)  # pyright: ignore[reportOptionalMemberAccess]
 

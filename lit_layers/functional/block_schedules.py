@@ -157,7 +157,7 @@ def format_schedule(schedule: Sequence[Step]) -> str:
 
 
 def kendall_distance(order: Sequence[int]) -> int:
-    """Return how many pairs of the sequence are out of order.
+    """Return how many pairs of numbers in the sequence are out of order.
 
     0 for n numbers in ascending order, n (n - 1) / 2 in descending order.
     """

@@ -443,11 +443,11 @@ class LayerStages(NamedTuple):
 def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
     """Return the beginning, middle and ending of the layers: the division that explains their similarities best.
 
-    The middle is a run of at least 2 layers. Pairs with a layer in the middle are of two kinds: W pairs within it, of
-    mean similarity w, and A pairs across its ends, of mean similarity a. Separating the two kinds reduces the sum of
-    squared deviations from the mean by (w - a)^2 W A / (W + A). All divisions are tried, and the one with the largest
-    reduction and w > a wins. Ties go to the larger middle, then to the earlier one. If w > a for no run, as in a
-    constant matrix, all layers are the middle with a contrast of 0.
+    The middle is a run of at least 2 layers. W pairs of layers have both layers in the middle, with mean similarity w.
+    A pairs have one layer in the middle and one outside, with mean similarity a. Separating these two kinds of pairs
+    reduces the sum of squared deviations from their common mean by (w - a)^2 W A / (W + A). All divisions with w > a
+    are tried, and the one with the largest reduction wins. Ties go to the larger middle, then to the earlier one. If no
+    division has w > a, as in a constant matrix, all layers are the middle, with a contrast of 0.
 
     In float64. The diagonal is ignored. Unchanged by adding a constant to all similarities and, except for the
     contrast, by a positive factor. Reversing the layers reverses the result. If all similarities are w within a run and

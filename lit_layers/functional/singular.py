@@ -19,7 +19,7 @@ from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 # measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12 if half of 1,000
 # values are at s = 1.7e-4 and the others at 1.
 _MIN_SHARE = 3e-8
-# The same share for entropies and ranks can be lower. There a singular value s has the weight s or s^2, so errors of
+# The same limit, for entropies and ranks, can be lower. There a singular value s has the weight s or s^2, so errors of
 # small values change the result little: an error of EPS / 2s changes the entropy of n values by less than
 # n EPS / 2s log(1 / s). On states of language models, the measured error of the entropy is below 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
@@ -126,8 +126,8 @@ def singular_factors(
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
     rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # bound of the rounding of both bases and of the values
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
-    # A batch takes about 2 GB. On a CPU, leading eigenvectors gain nothing from batches larger than the cache, so it is
-    # 1 MB or one large matrix.
+    # Limit the matrices that are decomposed at once: to about 2 GB of memory. On a CPU, leading eigenvectors gain
+    # nothing from batches larger than the cache, so there the limit is 1 MB, or one matrix.
     entries = 2**17 if leading and flat.device.type == "cpu" else 2**31 // 60
     size = max(1, entries // dim**2)
     goal = min(tolerance, TIGHT) if dim <= NARROW else tolerance
@@ -138,7 +138,7 @@ def singular_factors(
             parts.append(_full_svd(piece, count))
             continue
         factors = _top_svd(piece, count)
-        failed = ~(factors.bounds[:, -1] + rounding[-1] <= goal)  # also NaN bounds
+        failed = ~(factors.bounds[:, -1] + rounding[-1] <= goal)  # True also for NaN
         if bool(failed.any()):
             for part, whole in zip(factors, _full_svd(piece[failed], count), strict=True):
                 part[failed] = whole
@@ -149,9 +149,9 @@ def singular_factors(
 
 
 def _top_svd(matrices: Tensor, count: int) -> Factors:
-    """Return the leading triples of matrices J (n, dim, dim) in float64: eigenvectors v of J'J, and u = J v / s.
+    """Return the leading singular triples (u, s, v) of matrices J (n, dim, dim), in float64.
 
-    NaN for a matrix of zeros.
+    The v are eigenvectors of J'J, and u = J v / s. NaN for a matrix of zeros.
     """
     squares, right = _leading_eigenvectors(products(matrices.mT), count)
     images = matrices @ right
@@ -199,7 +199,10 @@ def _full_svd(matrices: Tensor, count: int) -> Factors:
 
 
 def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) -> Tensor:
-    """Return the norms (n, triples) of [J v - s u; J'u - s v], plus the error that rounding may hide in them."""
+    """Return the residual norms |[J v - s u; J'u - s v]| of computed singular triples (u, s, v), (n, triples).
+
+    The error that rounding may hide in these norms is added.
+    """
     above, below = matrices @ right - left * values[:, None], matrices.mT @ left - right * values[:, None]
     lengths = torch.linalg.vector_norm(torch.cat([above, below], -2), dim=-2)
     return lengths + math.sqrt(matrices.shape[-1]) * EPS * values[:, :1]

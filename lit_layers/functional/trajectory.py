@@ -1,9 +1,9 @@
 """The paths of single tokens through the layers: straightness, growth, step lengths. All computed in float64.
 
-Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. There
-is no mask argument: select the real tokens first, `states[:, mask]`. Metrics of non-finite states are undefined, like
-those in the cases that each function names. `PathStats` computes the same metrics from states that arrive one layer at
-a time.
+Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. A step
+is the change of a state from one layer to the next. There is no mask argument: select the real tokens first,
+`states[:, mask]`. Metrics of non-finite states are undefined, like those in the cases that each function names.
+`PathStats` computes the same metrics from states that arrive one layer at a time.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
 def running_line_shape_score(states: States, *, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
     """Return the `line_shape_score` of the first l steps of each trajectory, for l = 1..L; always 1 for l = 1.
 
-    Computed in one pass. L calls of `line_shape_score` would take L^2 / 2 steps.
+    Computed in one pass. L calls of `line_shape_score` would read about L^2 / 2 states.
 
     Raises:
         ValueError: in the cases of `line_shape_score`. With `undefined="nan"`, values before a step of length zero or a
@@ -161,7 +161,7 @@ class PathStats:
         steps, zero = len(self.lengths), (self.norms == 0).any(0)
         norms = self.norms.masked_fill(zero, 1.0)
         total = (norms[-1] / norms[0]).log()
-        returned = ~zero & (total.abs() <= 16 * _EPS)  # equal up to rounding of two norms
+        returned = ~zero & (total.abs() <= 16 * _EPS)  # the first and the last norm are equal up to rounding
         problems = {
             "it takes more steps": torch.tensor(steps < 2),
             "a state is not finite": self.broken[-1],

@@ -342,10 +342,10 @@ def _drawn_heights(
     y: Array,
     normals: Array,
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return drawn heights of both steps of each draw, and the whitened values minus the whitened steps, (n, draws).
+    """Return random heights of the two steps of each drawn curve, and the whitened values minus these steps.
 
-    `owner` is the index of the process of each draw. `normals` (2, draws) are standard normal numbers, first for the
-    second step, then for the first step.
+    The heights are (draws,) each, the difference is (n, draws). `owner` is the index of each drawn curve's process.
+    `normals` (2, draws) are the standard normal numbers to use, first for the second step, then for the first step.
     """
     columns, white, shapes = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
@@ -373,7 +373,7 @@ def _condition_(
     the grid. With W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
     """
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
-    groups: dict[Any, list[int]] = {}  # processes of a group share correlations
+    groups: dict[Any, list[int]] = {}  # processes with the same correlations
     for row in slices:
         kernel = processes.kernels[row]
         groups.setdefault((kernel.rough, kernel.length), []).append(row)

@@ -100,7 +100,7 @@ def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
         return None
     if isinstance(block, nn.Module):
         return Call(block, (), {})
-    # The states of such a module have other axes than (batch, tokens, dim).
+    # Refuse modules whose states have other axes than (batch, tokens, dim): tokens could not be selected from them.
     if getattr(getattr(block, "layout", None), "axes", ()):
         return None
     module, args, kwargs = (getattr(block, name, None) for name in ("module", "args", "kwargs"))
@@ -162,8 +162,8 @@ def _select(value: Any, prompts: Tensor, pos: Tensor | None, shape: tuple[int, .
 # Vector-Jacobian products for many output coordinates at once, which give the Jacobian of any block.
 
 
-# Rows times tokens in a chunk. With more, the buffers of the backward pass do not fit into the CPU cache.
-# Measured best at dim 128 and 768 on CPU.
+# Largest number of rows times tokens in one chunk of the backward pass. With more, its buffers do not fit into the CPU
+# cache. Measured as the fastest number at dim 128 and 768 on CPU.
 ROWS = 8192
 
 
@@ -176,7 +176,7 @@ def jacobians_by_reverse_mode(block: Callable[[Tensor], Tensor], hidden: Tensor,
     chunk = max(1, min(dim, ROWS // (batch * tokens)))
     prompts = torch.arange(batch, device=hidden.device)
     result = hidden.new_empty(batch, outs.shape[1], ins.shape[2], dim, dim)
-    # `pull_back` vmaps the backward pass. The fused attention kernels have no vmap rule, but the math kernel has one.
+    # Run attention by the math kernel: `pull_back` vmaps the backward pass, and the fused kernels have no vmap rule.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         leaf = hidden.detach().clone().requires_grad_()
         output = block(leaf)
@@ -204,7 +204,10 @@ def basis_rows(output: Tensor, rows: slice) -> Tensor:
 
 
 def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients (rows, *leaf) at the leaves for cotangents (rows, *output), summed over outputs."""
+    """Return the gradient with respect to each leaf, (rows, *leaf), for several cotangents of the outputs at once.
+
+    `cotangents` has one tensor (rows, *output) for each output. The gradients are summed over the outputs.
+    """
     call = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     try:
         with warnings.catch_warnings():
@@ -259,7 +262,8 @@ _opened = FunctionType(MODULE.__code__, {**vars(F), "has_torch_function": _false
 class Attention:
     """The attention of one block call on whole prompts.
 
-    Query, key and value are (batch, heads, tokens, head_dim). Keys and values may have fewer heads than queries.
+    Query, key and value are (batch, heads, tokens, head_dim). Keys and values may have fewer heads than queries. In
+    shapes, `picked` is the number of single tokens that a caller asks for.
     """
 
     query: Tensor
@@ -289,9 +293,10 @@ class Attention:
 
 
 class Expansion(NamedTuple):
-    """First-order expansion of attention at the query token.
+    """First-order expansions of attention at `picked` query tokens; see the formulas above.
 
-    Tensors are (picked, heads, 1, head_dim); the token's own weights `p` and `w` are (picked, heads, 1, 1).
+    Tensors are (picked, heads, 1, head_dim). `p` and `w`, the weights p_t and w_t of each query token for itself, are
+    (picked, heads, 1, 1).
     """
 
     out: Tensor
@@ -303,7 +308,7 @@ class Expansion(NamedTuple):
     query_map: Tensor  # (picked, heads, head_dim, head_dim)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raise `Unsupported` if the query, key or value of a token differs between a single call and its prompt.
+        """Raise `Unsupported` if a token has another query, key or value on its own than within its prompt.
 
         The expansion is valid only at the point around which it was computed.
         """
@@ -315,7 +320,10 @@ class Expansion(NamedTuple):
         _check_point(expand_heads(value, heads), self.value)
 
     def push_query(self, tangents: Tensor) -> Tensor:
-        """Return output changes (picked, heads x head_dim, num) for changes of the query (picked, .., num)."""
+        """Return the changes of the attention output that follow from small changes of the queries.
+
+        `tangents` (picked, heads x head_dim, num) holds `num` changes for each token; the result has the same shape.
+        """
         return (self.query_map.mT @ self._split_heads(tangents, self.query)).flatten(1, 2)
 
     def push_key(self, tangents: Tensor) -> Tensor:
@@ -327,7 +335,7 @@ class Expansion(NamedTuple):
 
     @staticmethod
     def _split_heads(tangents: Tensor, reference: Tensor) -> Tensor:
-        """Return tangents (picked, .., num) as (picked, heads, head_dim, num)."""
+        """Return tangents (picked, key_heads x head_dim, num) as (picked, heads, head_dim, num)."""
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
 
@@ -398,7 +406,8 @@ class _Recorder(_Calls):
             return self._product(func, args)
         if self.scores is None or self.softmax is not None:
             return func(*args, **kwargs)
-        # Between scores and softmax there are scaling, masks and soft-capping. All act entry by entry.
+        # These calls come between scores and softmax: scaling, masks and soft-capping. They run with gradients, because
+        # `_weights` differentiates them.
         with torch.enable_grad():
             output = func(*args, **kwargs)
         if func in _SOFTMAXES and output.shape == self.scores[3].shape:
@@ -480,7 +489,8 @@ def _fused_attention(
 class Replay(_Calls):
     """Replaces the attention output of a block that runs on single tokens; the block may attend only once."""
 
-    # The recorded weights already include the masks. A mask for the whole prompt does not have the shape for one token.
+    # Call torch's attention module without masks: the recorded weights include them, and a mask for the whole prompt
+    # does not fit one token.
     module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -509,23 +519,26 @@ class Replay(_Calls):
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:
-    """Raise `Unsupported` if a block returns several tokens for one, as with a table of all positions."""
+    """Raise `Unsupported` if a block does not return one token for one, as if it adds a table of all positions."""
     if output.shape != (len(states), 1, states.shape[-1]):
         raise Unsupported("it does not make one token of one token")
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:
-    """Return keys or values (picked, key_heads, ..) repeated to one for each query head."""
+    """Return keys or values (picked, key_heads, ..), repeated so that each of the `heads` query heads has its own."""
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
 def sum_heads(values: Tensor, heads: int) -> Tensor:
-    """Return the transpose of `expand_heads`, applied to (picked, dim, heads, 1, head_dim)."""
+    """Return values (picked, dim, heads, 1, head_dim) summed over the query heads that share one of `heads` key heads.
+
+    This is the transpose of `expand_heads`, for cotangents.
+    """
     return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
 
 
 def _check_point(single: Tensor, expected: Tensor) -> None:
-    """Raise `Unsupported` if a tensor of a single token differs from that of the same token within its prompt."""
+    """Raise `Unsupported` if a token's query, key or value on its own differs from the `expected` one in its prompt."""
     tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
     if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")

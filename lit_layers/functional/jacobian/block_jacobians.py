@@ -126,9 +126,9 @@ def block_jacobian(
 def token_positions(
     tokens: int | Sequence[int], mask: Bool[Tensor, "batch tokens"], name: str = "tokens"
 ) -> Int[Tensor, "batch picked"]:
-    """Return the positions in the padded batch of `tokens`, which are indices into the real tokens of each prompt.
+    """Return the positions of some tokens of each prompt in the padded batch.
 
-    Negative indices count from the last real token.
+    `tokens` are their indices among the real tokens of a prompt; negative indices count from the last real token.
     """
     picked = [tokens] if isinstance(tokens, int) else list(tokens)
     real = mask.sum(1)
@@ -146,7 +146,10 @@ def token_positions(
 
 
 def _compute(block: Block, hidden: Tensor, outs: Tensor, ins: Tensor, route: Route) -> Tensor:
-    """Return d block(X)[out] / d X[in] by the fastest valid route, (batch, out, in, dim, dim)."""
+    """Return d block(X)[out] / d X[in], (batch, out, in, dim, dim), by the route that `route` names.
+
+    "auto" tries the fast route, and uses reverse mode if the fast route cannot handle the block.
+    """
     call = None if route == "plain" else to_call(block)
     if call is not None and hidden.shape[1] > 1:
         try:
@@ -271,7 +274,8 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
         )
         pairs = torch.stack([prompts.flatten(), outs[prompts, items].flatten(), ins.flatten()])  # (prompt, out, in)
         same = pairs[1] == pairs[2]
-        # Memory per picked token: cotangents (dim x ..), and keys and values of the prompt (heads x tokens x head_dim).
+        # Limit a chunk by its memory. Each pair needs cotangents (dim x ..), and keys and values of its prompt
+        # (heads x tokens x head_dim).
         size = max(1, min(_ROWS, 2**24 // max(dim, tokens * attention.query.shape[1] * attention.query.shape[3])))
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
@@ -283,9 +287,9 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Compares random combinations of rows, probe' J, for each input token. The Jacobian of the residual branch without
-    its skip must also be right if it is small, so errors are relative to its size. The error that rounding of the skip
-    explains is subtracted before. The cost is one forward pass on the first prompt, and one backward pass each for its
+    Compares a random combination of rows, r' J with a random vector r, for each input token. Errors are relative to
+    the Jacobian without the skip, because this must also be right if it is small. The error that rounding of the skip
+    explains is subtracted first. The cost is one forward pass on the first prompt, and one backward pass each for its
     first and last output token. NaN if the block's own derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
@@ -314,7 +318,10 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the same-token Jacobians (picked, dim, dim) of `pairs` (3, picked): prompt, output and input position."""
+    """Return the Jacobians (picked, dim, dim) of tokens with respect to themselves.
+
+    `pairs` (3, picked) has a prompt, an output position and an equal input position in each column.
+    """
     return _cut_block(call, attention, hidden, *pairs[:2]).jacobians()
 
 
@@ -324,9 +331,10 @@ def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (picked, dim, dim) of pairs of different tokens.
+    """Return the Jacobians (picked, dim, dim) of output tokens with respect to other tokens, the input tokens.
 
-    The input token affects the output token only through its key and its value.
+    `pairs` (3, picked) has a prompt, an output position and an input position in each column. The input token affects
+    the output token only through its key and its value.
     """
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]

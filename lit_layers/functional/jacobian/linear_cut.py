@@ -116,7 +116,7 @@ class _Replay(Replay):
 
 
 class CutBlock:
-    """A block's call on single tokens (picked, dim), cut into pieces between linear maps.
+    """A block's call on `picked` single tokens (picked, dim), cut into pieces between linear maps.
 
     The pieces between two linear maps are element-wise functions and norms, whose derivative for one token is cheap.
     The weights of the linear maps are the same for all tokens. So d output / d input is a product of such factors. A
@@ -243,7 +243,7 @@ class CutBlock:
             self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Pull the cotangents of `output` back to each leaf it depends on, and add them to `pending`."""
+        """Pull the cotangents of `output` back to the leaves of `links`, and add them to `pending` by leaf index."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:

@@ -411,7 +411,7 @@ def fit_watching_probes(
 
 
 def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
-    """Return the fold of each row, the same for all rows of a group."""
+    """Return for each row the index of its fold, the rows that are held out together; a group is in one fold."""
     ids = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
     order = torch.randperm(int(ids.max()) + 1, generator=torch.Generator().manual_seed(0))
     return order[ids] % NUM_FOLDS
@@ -433,7 +433,10 @@ def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[
 
 
 class _Moments(NamedTuple):
-    """Sums over rows in the principal axes of all rows, in float64."""
+    """Sums over a set of rows of features, from which its linear discriminant follows, in float64.
+
+    The features are in the principal axes of all rows.
+    """
 
     counts: Tensor  # (classes,)
     sums: Tensor  # (dim, classes)
@@ -485,7 +488,10 @@ class _Choice(NamedTuple):
 
 
 def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, float]:
-    """Return the weights and biases (dim + 1, classes) of one layer's probe in the principal axes, and its `c`."""
+    """Fit the probe of one layer for `fit_watching_probes`.
+
+    Return its weights and biases (dim + 1, classes) in the principal axes of the features, and its `c`.
+    """
     inputs, num_rows, num_classes = rows.inputs, len(targets), int(targets.max()) + 1
     whole = _Moments(*_class_sums(inputs, targets, num_classes), torch.diag(rows.spread * num_rows))
     parts, held = [], []
@@ -513,7 +519,8 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
 def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Tensor]]) -> _Choice:
     """Return the penalty, shrinkage and factor with the lowest log-loss on held-out rows.
 
-    First the penalty is chosen, then the shrinkage for this penalty. Each candidate has its own best factor.
+    `parts` are the discriminants fitted without each fold, `held` the rows of this fold and their classes. First the
+    penalty is chosen, then the shrinkage for this penalty. Each candidate has its own best factor.
     """
     best, weights, scores = _Choice(math.inf, PENALTIES[0], SHRINKAGES[0], 0.0), [], []
     if not parts:

@@ -136,9 +136,10 @@ def _chunks(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
 
 
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
-    """Return the weights from the R of a QR decomposition of [X Y], updated chunk by chunk.
+    """Return the regression weights from the R of a QR decomposition of [features, targets], updated in chunks.
 
-    The columns of R that belong to X have the singular values of X, without squaring.
+    The columns of R that belong to the features X have the singular values of X. So X'X, which has their squares, is
+    not needed.
     """
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
@@ -242,7 +243,7 @@ def prediction_residual(
 def _layer_residual(
     features: Tensor, targets: Tensor, fitted: Tensor, normalize: Normalize, eps: float, with_split: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return value, adjusted and held-out value (q,) and the rank of one set of features (m, dim)."""
+    """Return `value`, `adjusted`, `held_out` (q,) and `rank` of `PredictionResidual`, for one set of features."""
     num_rows = len(features)
     # The first row is subtracted from all rows, so that a large common offset costs no digits.
     origin = _normalized(features[:1], normalize, eps)
@@ -264,9 +265,9 @@ def _layer_residual(
 
 
 def _triangle(features: Tensor, targets: Tensor, origin: Tensor, normalize: Normalize, eps: float) -> Tensor:
-    """Return R of the QR decomposition of [1, features, targets].
+    """Return R of the QR decomposition of [1, normalised features - origin, targets].
 
-    The rows below its first one are an orthogonal transformation of the centred data.
+    The rows of R below the first one are an orthogonal transformation of the centred features and targets.
     """
     dim, num_targets = features.shape[1], targets.shape[1]
     triangle = targets.new_zeros(0, 1 + dim + num_targets)
@@ -293,7 +294,9 @@ def _normalized(rows: Tensor, normalize: Normalize, eps: float) -> Tensor:
 
 
 def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return the singular value decomposition of the centred features, without values of rounding size.
+    """Return the singular value decomposition of the centred features, from the result of `_triangle`.
+
+    Singular values of the size of rounding errors are left out.
 
     Returns:
         Left singular vectors, singular values, transposed right singular vectors, and the number of values.
@@ -308,7 +311,7 @@ def _decomposed(triangle: Tensor, num_targets: int, num_rows: int) -> tuple[Tens
 
 
 def _solution(triangle: Tensor, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Return the weights (dim, q) and intercepts (q,) of the least squares of the rows of a triangle.
+    """Return the least-squares weights (dim, q) and intercepts (q,) from the result of `_triangle`.
 
     If several weights fit equally well, those of smallest norm are returned.
     """
