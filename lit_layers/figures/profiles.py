@@ -51,7 +51,7 @@ _BARS = 13  # largest number of lines with error bars: more bars cannot be disti
 
 
 def series_of(points: Iterable[Point | None], x: Sequence[Any], **look: Any) -> Series:
-    """Return the series of these points with their intervals; None instead of a point breaks the line."""
+    """Return points as one series of a chart, with their intervals; None instead of a point breaks the line."""
     shown = list(points)
     ends = {
         name: rounded(getattr(p, name) if p and math.isfinite(p.low + p.high) else None for p in shown)

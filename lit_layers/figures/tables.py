@@ -94,7 +94,7 @@ def select(
 
     Raises:
         InputError: for rows that an audit found suspect, unless `allow_suspect`.
-        ValueError: there are no rows, or they belong to more than one analysis, run or settings.
+        ValueError: there are no rows, or they belong to more than one analysis, run or settings (options and data).
     """
     rows = rows_of(frame, metric, analysis)
     if over_steps or rows["step"].notna().any():
@@ -136,7 +136,10 @@ def _refuse_suspects(rows: Any) -> None:
 
 
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
-    """Return the points with these tags; for None, those without the tag. Reference points may lack a tag."""
+    """Return the points whose tags have these values; the value None selects points without the tag.
+
+    Reference points (values for comparison) are also returned if they lack a tag.
+    """
     named = tags.items()
     return [
         p
@@ -157,7 +160,10 @@ def variants(
 
 
 def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return the variants among points, as `variants` does, leaving out reference points if there are others."""
+    """Return the variants (sets of tags) among points, as `variants` does.
+
+    Reference points (values for comparison) are left out if there are others.
+    """
     measured = [point for point in points if point.reference is None] or points
     distinct = {_identity(point.tags): point.tags for point in measured}
     names = dict.fromkeys(name for tags in distinct.values() for name in tags if name not in _NOT_VARIANTS)
@@ -207,12 +213,12 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant whose tags are closest to a plain mean without normalization, or the first of several."""
+    """Return the variant (set of tags) closest to a plain mean without normalization, or the first of several."""
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
 def variant_text(tags: Mapping[str, Any]) -> str:
-    """Return the display text of a variant, e.g. `k = 12`; an empty string if all its tags are None."""
+    """Return the tags of a variant as display text, e.g. `k = 12`; an empty string if all of them are None."""
     return tag_text({name: value for name, value in tags.items() if value is not None})
 
 

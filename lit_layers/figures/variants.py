@@ -194,7 +194,7 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
-    """Return the points of a metric under orders of blocks, without single random orders and medians over tokens.
+    """Return the points of a metric in all orders of the blocks, without single random orders and medians over tokens.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.
@@ -233,9 +233,10 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
 
 
 def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
-    """Return the points of these variants whose `number` (`middle` or `layer`) is set, by the name of their line.
+    """Return the points of these variants (orders of blocks) that have a `number`, by the name of their line.
 
-    `looped_parallel` is reduced to one number of loops: three, or the nearest measured number.
+    `number` is "middle" or "layer". `looped_parallel` is reduced to one number of loops: three, or the nearest measured
+    number.
     """
     kept = [p for p in points if p.tags["variant"] in variants and p.index(number) is not None]
     loops = usual_loops(p.tags for p in kept)

@@ -109,7 +109,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Return a chart for each metric that emerges at two or more layers, with one of the metric's curves.
+    """Return a chart for each metric that emerges at two or more layers, and one of its curves to name it by.
 
     The chart shows at which time each layer has made half of its change, with one line per run.
     """
@@ -242,7 +242,7 @@ def write_emergence(
 def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
     """Return the emergence section of a run's own page: sentences and a figure, or None if no curve is long enough.
 
-    It shows one variant of each metric (one value of tags such as `k`), without diagnostics and interventions.
+    It shows one variant of each metric (one value of tags such as `k`), without secondary metrics and interventions.
     `lit-layers emerge` shows all of them.
     """
     shown = [replace(m, records=[r for r in shown_records(m) if "variant" not in r.tags]) for m in measurements]

@@ -74,7 +74,7 @@ def curves_of(
 
 
 def shown_records(measurement: Measurement) -> list[Record]:
-    """Return the records worth plotting: one variant per metric, without diagnostics, lists of values and baselines."""
+    """Return the records worth plotting: one variant per metric, without secondary metrics, baselines and lists."""
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
 
@@ -177,7 +177,10 @@ class WandbRun:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue the curves and pictures of one step; without an axis, merge them into the open row if possible."""
+        """Queue the curves and pictures of one step.
+
+        If the user's logger writes no step into its rows (no axis), they are merged into the open row if possible.
+        """
         # Write pending steps, except a single one: it may be step 0, which comes before the logger's first row.
         if self._is_shared and len(self._pending) > 1:
             self.flush()

@@ -340,8 +340,8 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
 def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
     """Yield each metric of the analyses, as the text of a choice, the metric's rows, its name and figure options.
 
-    Metrics of variants, tasks and costs come first. A metric measured under several conditions (such as values of the
-    tag `when`) is yielded once per condition.
+    Metrics of the groups variant, task and cost come first. A metric measured under several conditions (such as values
+    of the tag `when`) is yielded once per condition.
     """
     for analysis in analyses:
         part = table[(table["analysis"] == analysis) & table["variant"].notna()]
@@ -366,7 +366,7 @@ def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, st
 
 
 def differences(rows: Any) -> Table | None:
-    """Return a table with one row per order of blocks: its differences from the full model at the last checkpoint."""
+    """Return a table of how each order of blocks differs from the full model at the last checkpoint, one per row."""
     rows = rows[rows["metric"].str.endswith("_difference") & rows["variant"].notna()]
     rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     cells, several = dict[str, dict[str, tuple[str, str]]](), rows["run"].nunique() > 1

@@ -151,7 +151,7 @@ class Command:
         return _default_analyses(names or DEFAULT, options.corpus, options.tokenizer, target.length_limit)
 
     def _training_analyses(self, owner: str, analyses: Any) -> list[Analysis]:
-        """Return the analyses that a run's run.json lists.
+        """Return the analyses of a training, as its run.json lists them.
 
         They pass through the same parser as a recipe, because run.json may come from an untrusted run.
         """

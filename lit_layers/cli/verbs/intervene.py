@@ -184,7 +184,7 @@ def _refuse_another_kind(options: Interventions, target: Target) -> None:
 
 
 def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that select orders of blocks, reduced to the orders whose latency is measured.
+    """Return the options that select orders of blocks, reduced to those that `--speed` measures.
 
     Random orders are left out, because they take as long as the reversed order. Variants of single blocks are also
     left out. Only one number of loops is kept.
