@@ -143,7 +143,7 @@ def restore_random_state() -> Iterator[None]:
 def default_numerics(device: torch.device) -> Iterator[None]:
     """Inside the context, enable gradients, disable autocast and use full float32 precision.
 
-    The numbers of an analysis then do not depend on the settings of the code that calls it.
+    The numbers of an analysis then do not depend on the precision and autocast settings of the calling code.
     """
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -25,7 +25,7 @@ from lit_layers.models.pixels import PREPROCESSOR, copy_pixel_statistics_, pixel
 from lit_layers.models.proof import is_timm
 from lit_layers.models.structure import family_of
 
-# Config fields that describe the saved file, not the function of the model.
+# Config fields that describe the saved file, not the function of the model; `architecture_hash` ignores them.
 _FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
 READABLE = 0o644  # mode of saved files; safetensors writes 600, so that colleagues on a shared disk cannot read them
@@ -155,7 +155,7 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:
     """Write a folder that `from_pretrained` loads: config.json, model.safetensors and the tokenizer, in mode 644.
 
-    For an image model, the mean and standard deviation of its training pixels are written too, if they are known.
+    For an image model, the mean and standard deviation that normalize its images are written too, if they are known.
     Padding rows of the vocabulary are left out. Neither the model nor the random state changes. The write is not
     atomic.
 
@@ -343,7 +343,7 @@ def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    # Keep transformers from asking the Hub, in a thread, to convert each pickle that it opens.
+    # Keep transformers from asking the Hub, in a background thread, to convert each pickle that it opens.
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

@@ -73,7 +73,7 @@ def _check_rebuild(short: Network) -> None:
         raise InputError(
             f"{type(short).__name__} is not cut: its config says nothing of fewer blocks ({first_sentence(error)})"
         ) from error
-    if not distance < 1e-2:  # rounding of rotary tables and of 16-bit weights stays below this
+    if not distance < 1e-2:  # the rounding errors of rotary tables and of 16-bit weights are smaller
         raise InputError(
             f"{type(short).__name__} is not cut: saved and opened again its states would be others (by {distance:.1e} "
             "of their length), as its blocks depend on how many there are"
@@ -96,7 +96,7 @@ def _set_depth(config: Any, num_layers: int) -> None:
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
             setattr(config, name, list(getattr(config, name))[:num_layers])
-    if getattr(config, "attention_types", None) is not None:  # GPT-Neo: [[pattern, repetitions]]
+    if getattr(config, "attention_types", None) is not None:  # GPT-Neo: [[kinds of attention, repetitions]]
         config.attention_types = [[config.attention_layers, 1]]
     # Every config of transformers accepts the name `num_hidden_layers`; that of GPT-2 maps it to `n_layer`.
     config.num_hidden_layers = num_layers
@@ -162,7 +162,7 @@ class BFloat16View(LayeredModel):
 
 
 def _round_(module: nn.Module) -> None:
-    """Round the weight of a module to bfloat16 if its class is in `MATRICES`."""
+    """Round the weight of a module to bfloat16 if the class of the module is in `MATRICES`."""
     # The bias is not rounded, because some modules add it outside of the operation that autocast rounds.
     weight = module._parameters.get("weight")
     if weight is not None and any(kind.__name__ in MATRICES for kind in type(module).__mro__):

@@ -55,16 +55,16 @@ def call_of(model: nn.Module, batch: Batch) -> Callable[[], Any]:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the peak memory of a call in bytes, summed over devices, above what torch held before.
+    """Return the peak memory that torch allocates during a call, in bytes, summed over devices.
 
-    The memory of the returned value is included.
+    The memory of the returned value is included, but not memory that torch held before the call.
     """
     from torch.profiler import ProfilerActivity, profile
 
     # Keep the profiler from logging the start and the end of every profile.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    # `acc_events` only avoids a warning of torch 2.12.
+    # `acc_events` is set only to avoid a warning of torch 2.12.
     with profile(activities=activities, profile_memory=True, acc_events=True) as watched:
         result = call()
     # The result is freed only after the profile, so that its memory counts.

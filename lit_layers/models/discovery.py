@@ -21,7 +21,7 @@ class FoundFamily(Family):
     """A family that was found by watching a call of a model. It is valid for one class with one config.
 
     Unlike in the rows of `FAMILIES`, `blocks` and `norm` are paths below the model, not below its trunk. States are
-    read out by the model's own call with bypassed blocks, so `head` is unused.
+    read out by the model's own call with bypassed blocks, so the field `head` is unused.
     """
 
     returned: tuple[int, ...] = ()  # for each block: length of the tuple it returns; 0 for a tensor
@@ -111,7 +111,7 @@ def find_blocks(
     """Return the path of the list of modules that holds the blocks, and the calls of these blocks.
 
     Raises:
-        Unproven: if no list of modules is a sequence of blocks, or several are.
+        Unproven: if no list of modules is a sequence of blocks, or it is not clear which one holds the blocks.
     """
     chains: dict[str, list[SeenCall]] = {}
     reasons: dict[str, str] = {}

@@ -42,7 +42,7 @@ class Vision:
 
 TIMM = Vision(
     width=lambda model: model.embed_dim,
-    # timm refuses images of another size only if `strict_img_size` is set; `dynamic_img_size` unsets it.
+    # Only `strict_img_size` makes timm refuse images of another size; the option `dynamic_img_size` turns it off.
     fixed_side=lambda model: (
         model.patch_embed.img_size[0] if getattr(model.patch_embed, "strict_img_size", False) else None
     ),

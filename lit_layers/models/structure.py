@@ -123,7 +123,7 @@ def _versions(model: Network) -> tuple[int, ...]:
 
 
 def _digest(model: Network) -> str:
-    """Return a hash of what determines the structure: parameter names and shapes, config, attention implementation."""
+    """Return a hash of what determines the family: parameter names and shapes, config, attention implementation."""
     shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.named_parameters()]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", "")
@@ -164,8 +164,8 @@ def untouched(model: Network) -> Iterator[None]:
     modules = [id(module) for module in model.modules()]
     yield
     after = _tensors(model)
-    # A buffer may be written to or replaced as long as its values do not change: models that scale their rotary
-    # frequencies for long texts write them at each call.
+    # Collect the tensors that were written to or replaced. This is allowed for a buffer whose values did not change:
+    # models that scale their rotary frequencies for long texts write them at each call.
     written = [
         name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
     ]
@@ -252,11 +252,11 @@ def _config_limit(config: Any) -> int | None:
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # some configs have one per layer type
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # or one rope per layer type
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     if lengths:
         return min(lengths)
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT: the latter
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # the second in MPT
 
 
 def rebuilt_error(model: Network) -> float:
@@ -367,7 +367,8 @@ def _vision(model: Network, row: list[SeenCall], probe: Probe, output: Any) -> V
         raise Unproven(f"its blocks take {state.shape[1]} tokens for {(pixels.shape[-1] // side) ** 2} patches")
     logits = getattr(output, "logits", None) if not isinstance(output, Tensor) else output
     num_classes = 0 if logits is None else logits.shape[-1]
-    has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])  # at layer 0, it is the same in all images
+    # At layer 0, a class token has the same state in all images.
+    has_class_token = prefix > 0 and torch.equal(state[0, 0], state[1, 0])
     if is_timm(model):
         return replace(TIMM, prefix=lambda model: prefix, class_token=lambda model: has_class_token)
     return replace(
