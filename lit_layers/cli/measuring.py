@@ -168,7 +168,7 @@ def measure(
 
 
 def _show_plan(outcome: Outcome, number: int) -> None:
-    """Print for `--plan` how long each analysis would take for `number` checkpoints, from its mean time, and in all."""
+    """Print for `--plan` the estimated time for `number` checkpoints: per analysis, from its mean time, and in all."""
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()

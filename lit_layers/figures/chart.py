@@ -179,7 +179,7 @@ class Chart(Picture):
         return dict(zip("yx" if self.horizontal else "xy", sides, strict=True))
 
     def _lookups(self) -> list[dict[str, Any]]:
-        """Return Vega-Lite transforms that add the style of its series and its checkpoint's position to each row."""
+        """Return transforms that add to each data row the style of its series and the position of its checkpoint."""
         lookups = []
         if self.series:
             table = [{"k": number, **_common(series)} for number, series in enumerate(self.series)]

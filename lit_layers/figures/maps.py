@@ -49,7 +49,7 @@ def layer_matrix(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chose
 def table_map(
     frame: pd.DataFrame, metric: str, *, layer: int, other_layer: int | None = None, **chosen: Unpack[tables.Chosen]
 ) -> Chart:
-    """Return a heat map of the values that one layer, or one pair of blocks, has in a table, with a checkpoint slider.
+    """Return the table of values of one layer, or of one pair of blocks, as a heat map with a slider over checkpoints.
 
     The table is one of two kinds. A metric of token pairs has the tags `token` (down) and `other_token` (across), which
     are positions in per cent of the prompt. Its colours are as in `layer_matrix`.

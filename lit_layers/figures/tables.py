@@ -18,7 +18,7 @@ from lit_layers.records import AUDIT, AXES, COLUMNS
 # Tags of records that are not drawn as curves over layers: relation of word pairs, training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`, because an analysis has only one
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # with `task`: an analysis has only one
 _PLAINEST = {
     "statistic": None,
     "control": None,

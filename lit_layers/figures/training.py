@@ -151,7 +151,7 @@ def training_curves(
 
 
 def _binned(points: Any, name: str) -> Any:
-    """Return a training curve as means over bins of log(1 + step), each at the last step of its bin, and step 0."""
+    """Return a training curve averaged over bins of log(1 + step), each at its last step; step 0 has its own bin."""
     places = np.log1p(points["step"])
     trained = places[places > 0]
     bins = (places - trained.min()) / max(trained.max() - trained.min(), 1e-9) * _BINS

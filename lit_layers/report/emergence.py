@@ -109,7 +109,7 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Return a chart for each metric that emerges at two or more layers, and one of its curves to name it by.
+    """Return, for each metric that emerges at two or more layers, a curve that names the metric and a chart.
 
     The chart shows at which time each layer has made half of its change, with one line per run.
     """
@@ -259,7 +259,10 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
 
 
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
-    """Return a sentence for each metric of a run that emerges, earliest first, then for those that come back."""
+    """Return a sentence for each metric of a run that emerges, earliest first.
+
+    Then follow sentences on the metrics that change but come back.
+    """
     back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
 

@@ -366,7 +366,7 @@ def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, st
 
 
 def differences(rows: Any) -> Table | None:
-    """Return a table of how each order of blocks differs from the full model at the last checkpoint, one per row."""
+    """Return a table with a row for each order of blocks: how it differs from the full model at the last checkpoint."""
     rows = rows[rows["metric"].str.endswith("_difference") & rows["variant"].notna()]
     rows = rows[rows["step"].isna() | (rows["step"] == rows.groupby("run")["step"].transform("max"))]
     cells, several = dict[str, dict[str, tuple[str, str]]](), rows["run"].nunique() > 1
