@@ -301,7 +301,7 @@ def _choices(kind: Any) -> list[Any]:
 
 
 def _hash_tokenizers(config: Any) -> Any:
-    """Replace the paths of tokenizers in a config by hashes of their content."""
+    """Replace the paths of tokenizers in a config by hashes of their content, for `config_hash`."""
     if isinstance(config, list):
         return [_hash_tokenizers(each) for each in config]
     if not isinstance(config, dict):

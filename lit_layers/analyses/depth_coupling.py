@@ -210,7 +210,10 @@ class _Blocks:
         return hidden[prompts, self.positions].flatten(0, 1)  # (prompts x tokens, dim)
 
     def _jacobian(self, layer: int) -> Tensor:
-        """Return the block's same-token Jacobian; with "hf" states, that of the last block includes the final norm."""
+        """Return the block's Jacobians from each measured token to itself.
+
+        With "hf" states, those of the last block include the final norm.
+        """
         block, before, mask = self.trajectory.block(layer), self.trajectory.hidden[layer - 1], self.trajectory.mask
         jacobian = block_jacobian(block, before, out_tokens=self.tokens, mask=mask).flatten(0, 1)
         norm = final_norm(self.model)
@@ -288,8 +291,8 @@ def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> It
 def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags: Tags, tokens: int) -> Sample:
     """Return the sample of `means` (prompts,), each a mean over pairs of blocks or over blocks.
 
-    `members` (prompts, pairs or blocks) are the averaged values. If one of a prompt's is NaN, the mean of this prompt
-    is undefined.
+    `members` (prompts, pairs or blocks) are the averaged values. If one of them is NaN for a prompt, the mean of this
+    prompt is undefined.
     """
     nans = members.isnan()
     return _means(metric, means.masked_fill(nans.any(1), math.nan), tokens, tags={**tags, **missing_tag(kind, nans)})

@@ -61,9 +61,9 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return the variants to measure: each with the schedule of its blocks before the last ones, and a layer.
+        """Return each variant with the schedule of its blocks up to the end of the middle ones, and a layer.
 
-        The state at this layer is what the last blocks receive in the full model.
+        The state at this layer of the full model is what its last blocks receive.
         """
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []
@@ -99,9 +99,10 @@ class OrderStates(Analysis):
 
 
 def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
-    """Return cosine and ratio of norms (2, batch) of states and those of the full model (`usual`), of each prompt.
+    """Compare states of a variant with those of the full model (`usual`) at the same tokens.
 
-    Both are averaged over the tokens in the mask (batch, tokens). One undefined token makes the mean NaN.
+    Return cosine and ratio of norms (2, batch), averaged over the tokens in the mask (batch, tokens). One undefined
+    token makes the mean NaN.
     """
     mask = mask.to(states.device)  # the states were moved to the CPU if the device has no float64
     norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)

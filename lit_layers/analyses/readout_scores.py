@@ -267,7 +267,7 @@ def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
 
 @torch.no_grad()
 def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
-    """Return loss, hit and divergence of rows at every layer, (3, layers + 1, rows).
+    """Return loss, hit and divergence of each row, for the readout of every layer, (3, layers + 1, rows).
 
     Only the logits of one layer are in memory at a time.
     """

@@ -131,7 +131,7 @@ class Representation(Analysis):
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """Return the values (batch,) by metric, normalization and drop_first, and the pooled vectors."""
+        """Return the values (batch,) of one layer by metric, normalization and drop_first, and the pooled vectors."""
         values: dict[Key, Tensor] = {}
         # With these options, entropies need the entries of the Gram matrix; singular values are not enough.
         needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")

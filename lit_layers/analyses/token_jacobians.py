@@ -376,7 +376,10 @@ class CrossTokenInfluence(Analysis):
         return groups
 
     def _influence(self, trajectory: Trajectory, layer: int, distances: list[int]) -> Influence:
-        """Return the influence by distance, in float64 on the CPU, computed from a few Jacobians at a time."""
+        """Return size and rank of the Jacobian at each distance, in float64 on the CPU.
+
+        Only a few Jacobians are in memory at a time.
+        """
         block, before = trajectory.block(layer), trajectory.hidden[layer - 1]
         size = max(1, _ENTRIES // trajectory.model.dim**2)
         found = []

@@ -163,7 +163,10 @@ class PathsInPlane(Analysis):
 
 
 def _plane_records(shown: Tensor, points: Tensor, explained: Tensor, tags: dict[str, Any]) -> Iterator[Record]:
-    """Yield the records of one prompt, from `points` (layers + 1, tokens, 2) and `explained` (2,)."""
+    """Yield the records `path` and `path_variance` of one prompt.
+
+    `points` (layers + 1, tokens, 2) are coordinates in the plane, `explained` (2,) the shares of variance of its axes.
+    """
     for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
     for layer, of_layer in enumerate(points.tolist()):

@@ -180,7 +180,7 @@ def _logs_batch(trainer: L.Trainer) -> bool:
 
 
 def _data(trainer: L.Trainer) -> Any:
-    """Return the run's data module, or None if the run uses plain data loaders."""
+    """Return the run's data module, or None if the run uses data loaders alone."""
     return getattr(trainer, "datamodule", None)
 
 

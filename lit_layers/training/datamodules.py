@@ -69,7 +69,7 @@ class LitStepData(L.LightningDataModule):
             raise InputError(f"data.global_batch_size: {error}") from error
 
     def _validation_batches(self, count: int, option: str) -> list[list[int]]:
-        """Return the batches of validation sample indices for this rank."""
+        """Return this rank's validation batches, as lists of sample indices."""
         trainer = self._get_trainer()
         # Refuse fewer samples than ranks: a rank without samples would skip validation, and the other ranks would wait
         # for it forever.

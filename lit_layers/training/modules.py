@@ -188,7 +188,7 @@ class LitModule(L.LightningModule, ABC):
 
     @property
     def data(self) -> Any:
-        """Return the run's data module, or None if the run uses plain data loaders."""
+        """Return the run's data module, or None if the run uses data loaders alone."""
         return getattr(self.trainer, "datamodule", None)
 
     def configure_model(self) -> None:

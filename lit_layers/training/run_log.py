@@ -162,7 +162,10 @@ class RunLog(L.Callback, Logger):
             self._flush(trainer, pl_module, reduce=False)
 
     def _progress(self, trainer: L.Trainer) -> tuple[int, float]:
-        """Return the steps so far, and a clock in seconds that stops during validation and pauses of callbacks."""
+        """Return the number of optimizer steps and a clock in seconds, whose differences give the training speed.
+
+        The clock stops during validation, and while callbacks pause the training.
+        """
         callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         paused = self._validating + sum(getattr(callback, "paused_seconds", 0.0) for callback in callbacks)
         return trainer.global_step, time.perf_counter() - paused
@@ -178,8 +181,8 @@ class RunLog(L.Callback, Logger):
     ) -> None:
         """Write every row up to the current step, with one transfer from the device for all rows.
 
-        Rows go to the disk first and then to the mirror, which may fail. If this call is interrupted, the next one
-        writes the rows again. Readers count equal rows of a step once.
+        Rows go to the disk first and then to W&B (`mirror`), which may fail. If this call is interrupted, the next one
+        writes the rows again. A reader of the file counts equal rows of a step once.
 
         Args:
             reduce: whether to average losses over ranks. If so, all ranks must call this.

@@ -215,7 +215,7 @@ class AttentiveProbe(Analysis):
 
     @property
     def _rows(self) -> LabelProbe:
-        """Return the linear probe that defines the rows, labels and references."""
+        """Return a `LabelProbe` on the same data, whose rows, labels and references this analysis shares."""
         return LabelProbe(name=self.name, train=self.train, test=self.test)
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:

@@ -281,7 +281,10 @@ class NextTokenProbe(ProbeAnalysis):
         yield Record(metric="macro_f1", value=macro_f1(truth, predicted[covered]), n=len(truth), **fields)
 
     def _mean(self, metric: str, values: Tensor, text: Tensor, **fields: Any) -> list[Record]:
-        """Return the mean over rows, with an interval over texts, or Wilson's for a share with one row per text."""
+        """Return the record of a mean over rows, with an interval over texts.
+
+        A share with one row per text has Wilson's interval.
+        """
         _, num_texts = self._problem.num_texts
         counts = torch.bincount(text, minlength=num_texts)
         sums = torch.zeros(num_texts, dtype=torch.float64).index_add_(0, text, values.double())
@@ -312,7 +315,10 @@ class _Head(NamedTuple):
 
 
 def _references(problem: _Problem, head: _Head | None) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the references of the probes: predictions (test rows,) and log-probabilities (test rows, classes)."""
+    """Yield each reference with which probes are compared: its name, predictions and log-probabilities.
+
+    Predictions are (test rows,), log-probabilities (test rows, classes).
+    """
     share = torch.bincount(problem.train_classes).double() / len(problem.train)
     yield "majority", share.argmax().expand(len(problem.test)), share.log().expand(len(problem.test), -1)
     if head is not None:

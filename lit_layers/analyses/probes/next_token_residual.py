@@ -213,7 +213,7 @@ class NextTokenResidual(Analysis):
         return fitted
 
     def _halves(self, rows: "_Rows", dim: int) -> list[Tensor]:
-        """Return masks (rows,) of random halves of the texts; none if a half would have too few rows."""
+        """Return masks (rows,) of random halves of the texts; an empty list if a half would have too few rows."""
         subsets = []
         for i in range(self.num_halves if rows.num_texts >= 4 else 0):
             order = np.random.default_rng([self.seed, i]).permutation(rows.num_texts)
@@ -259,7 +259,7 @@ class _LayerFit(NamedTuple):
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return text and position of each real token that a real token follows."""
+    """Return the text index and the position of each real token that a real token follows."""
     prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
     return prompt, position
 

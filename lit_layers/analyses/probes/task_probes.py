@@ -237,7 +237,7 @@ class Probe(TaskTexts, ProbeAnalysis):
 
 
 class _LayerScores(NamedTuple):
-    """Scores of one probe."""
+    """Scores of the probe of one layer."""
 
     layer: int
     records: list[Record]
