@@ -27,7 +27,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -50,7 +50,10 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, most: int =
 
 @contextmanager
 def refused(attempt: str, remedy: str = "") -> Iterator[None]:
-    """Turn an OSError raised inside into an InputError `ATTEMPT: reasonREMEDY`: `cannot write a/b: no such file`."""
+    """Turn an OSError raised inside into an InputError such as `cannot write a/b: no such file`.
+
+    The message is `attempt`, a colon, the system's reason and `remedy`.
+    """
     try:
         yield
     except OSError as error:
@@ -62,10 +65,10 @@ _READ = (".json", ".jinja", ".txt", ".model")  # files of a model that libraries
 
 
 def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
-    """Refuse a model folder with a broken link. Libraries would treat it as a missing file and use a default.
+    """Refuse a model folder with a broken link. Libraries would treat it as a missing file and use their defaults.
 
     Raises:
-        InputError: there is such a link.
+        InputError: a config, tokenizer or other text file of the model is such a link.
     """
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
@@ -81,10 +84,10 @@ def no_folder(name: str | Path) -> InputError:
 
 
 def root_folder(root: str | Path) -> Path:
-    """Return the run folder with this name.
+    """Return the path of the run folder `root`.
 
     Raises:
-        InputError: the name is empty, which would be the working directory.
+        InputError: `root` is empty, which would mean the working directory.
     """
     if root == "":
         raise InputError("root: expected a folder, got ''")

@@ -13,7 +13,7 @@ from lit_layers.report.logged_numbers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.training.watching import MetricsLogger, Watch, watch
 
-STATE = "lit_layers"  # key under which the Trainer saves the id of the training
+STATE = "lit_layers"  # key in the Trainer's saved state of the id of the training, with which it is resumed
 
 
 class EmergenceTrainerCallback(TrainerCallback):
@@ -58,7 +58,7 @@ class EmergenceTrainerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         before, options = self._watch, self._options | {"_saved_by": state.stateful_callbacks.get(STATE)}  # pyright: ignore
-        if before is not None and before.is_open:  # after an exception, such as a batch too large for memory
+        if before is not None and before.is_open:  # the last `train` ended in an exception, such as out of memory
             before.give_up()
             if args.auto_find_batch_size:
                 options |= {"if_exists": "resume", "_saved_by": before.measurer.training}
@@ -77,6 +77,7 @@ class EmergenceTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._watch is not None:
-            # With load_best_model_at_end the model now holds the best weights, which may be those of an earlier step.
+            # Do not measure the last step if the model now has the best weights (load_best_model_at_end), which may be
+            # those of an earlier step.
             self._watch.close(is_last=not (args.load_best_model_at_end and state.best_model_checkpoint))
             self._watch = None

@@ -26,8 +26,8 @@ from lit_layers.report.sections import shapes
 logger = logging.getLogger(__name__)
 DEFAULT_TEXTS = Path(__file__).parent / "data" / "default_texts.txt"
 _TOKENS, _BATCH = 128, 8
-_FEW_TEXTS, _FEW_TOKENS = 8, 64  # number and length of the default texts for analyses with Jacobians
-_SHOWN = 6  # panels in a figure
+_FEW_TEXTS, _FEW_TOKENS = 8, 64  # number and length of the default texts for analyses with Jacobians, which are slow
+_SHOWN = 6  # largest number of panels in a figure, one for each metric
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LayerResult:
     A notebook shows it as a figure of each metric over the layers.
 
     Args:
-        measurements: one for each model and analysis, with the requested metrics; none failed.
+        measurements: one for each model and analysis, with only the requested metrics; none of them failed.
     """
 
     measurements: tuple[Measurement, ...]
@@ -49,7 +49,10 @@ class LayerResult:
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics that can be drawn over the layers, in page order; secondary ones only if there are no others."""
+        """Metrics that can be drawn over the layers, in the order of pages.
+
+        Metrics marked as secondary in `metrics.toml` are included only if there are no others.
+        """
         usual = {name for name in self._profiles if not METRICS[name].secondary}
         return sorted(usual or self._profiles, key=rank)
 
@@ -66,10 +69,11 @@ class LayerResult:
         """Return a figure of a metric over the layers, with a line per model.
 
         A notebook shows the figure; `result.plot("logit_lens_loss").write("lens.pdf")` writes it to a file. A metric of
-        pairs of layers, heads or tokens becomes a map per model, a metric of whole models a row per model.
+        heads, tokens or pairs of layers is drawn as a map per model, a metric of the whole model as a row per model.
 
         Args:
-            metric: a metric, or an analysis for the first of its metrics; None: a panel for each of up to six metrics.
+            metric: name of a metric, or of an analysis, whose first metric is drawn; None: up to six metrics, each in a
+                panel.
             options: options of the figure, such as `tags={"k": 12}` or `layer=3`.
 
         Raises:
@@ -86,9 +90,10 @@ class LayerResult:
         return charts[0] if len(charts) == 1 else Panels(title="", charts=charts, columns=min(3, len(charts)))
 
     def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
-        """Return charts of a metric, for each analysis that measures it.
+        """Return the charts of a metric that `plot` shows, for each analysis that measures it.
 
-        That is a profile over the layers if it has one, else a map per model, else a chart with a row per model.
+        These are a profile over the layers if the metric has values at several layers, or else a map per model, or else
+        a chart with a row per model.
         """
         table: Any = self.frame
         analyses = (
@@ -116,12 +121,12 @@ class LayerResult:
         return charts
 
     def compare(self, other: "LayerResult") -> "LayerResult":
-        """Return a result with the models of both, which figures draw as one line each.
+        """Return a result with the models of both results; figures draw one line per model.
 
-        If a name occurs in both, the models of `other` get a number.
+        If a model's name occurs in both, all models of `other` get a number after their names.
 
         Raises:
-            InputError: no analysis was run on both.
+            InputError: no analysis was run on the models of both.
         """
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")
@@ -161,12 +166,12 @@ def layers(
 
     Args:
         model: a folder with config.json and weights, a name on the Hub, or a model in memory.
-        metrics: names of metrics, or of analyses for all their metrics, as for `lit-layers analyze MODEL --metrics`.
+        metrics: names of metrics, or of analyses, which give all their metrics, as in `lit-layers analyze --metrics`.
         texts: texts for a language model; None: sixteen passages of English novels and speeches from the package.
         batches: a DataLoader, data set or list of batches to read instead of texts; required for images.
         tokenizer: a folder or a name on the Hub; None: the model's own.
-        max_tokens: length to which each text is cut, or the model's own maximum if that is smaller.
-        name: name of the model in the table and figures; None: its folder, Hub name or class.
+        max_tokens: number of tokens to which each text is cut, or the model's own maximum if that is smaller.
+        name: name of the model in the table and figures; None: its folder, its name on the Hub, or its class.
 
     Raises:
         InputError: an argument has no valid value, or does not fit the model.
@@ -197,7 +202,10 @@ def layers(
 def _text_batches(
     view: LayeredModel, texts: Sequence[str] | None, tokenizer: str, max_tokens: int
 ) -> tuple[Batches, Batches]:
-    """Return the batches of texts, and those for analyses with Jacobians, which are smaller for the default texts."""
+    """Return the batches of texts for most analyses, and the batches for analyses with Jacobians.
+
+    The two differ only for the default texts, of which analyses with Jacobians read fewer and shorter ones.
+    """
     longest = min(max_tokens, view.max_tokens or max_tokens)
     if texts is not None:
         if isinstance(texts, str) or not len(texts):

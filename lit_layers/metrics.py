@@ -1,7 +1,7 @@
 """The metrics, one row each in `metrics.toml`: title, unit, range, direction, and where a metric is shown.
 
 Figures, pages, tables, W&B, `correlate` and `select` read these rows, and docs/metrics.md is generated from them. A
-metric without a row is shown under its own name.
+metric without a row is shown under its name in the records.
 """
 
 import ast
@@ -19,17 +19,17 @@ INF = math.inf
 
 @dataclass(frozen=True)
 class Metric:
-    """The row of one metric.
+    """The row of one metric in `metrics.toml`.
 
     Attributes:
         title: title in sentence case.
         meaning: one sentence that helps to read the numbers; `better` adds the direction.
-        low, high: range of the values, for all options.
+        low, high: range that contains the values for all options of the analysis.
         better: which values are better; None: the metric is not a score.
-        baseline: metric with the chance level, or another metric to draw for comparison.
+        baseline: name of the metric that has the chance level of this one, or of another one to draw for comparison.
         as_baseline: title of this metric where it is drawn for comparison with another.
-        excess: metric that has the chance level subtracted.
-        level, level_name: a reference value that follows from the definition, and its name.
+        excess: name of the metric that is this one minus its chance level.
+        level, level_name: a reference value that follows from the metric's definition, and the name of that value.
         log: draw the values on a logarithmic axis.
         whole: the values are indices or counts of layers.
         first_layer: first layer with a value; None: only the whole model has a value.
@@ -38,9 +38,10 @@ class Metric:
         unlisted: show the metric neither in tables of results nor in a figure of its own.
         headline: rank among the few metrics that summarise all scores of a model variant; 0: none.
         relative: the normalized score already gives this value as a share of the full model's.
-        also: a second group that the metric belongs to.
+        also: name of a second group that the metric belongs to.
         function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.
-        of_states: `StateMetric` measures the function under this name; the analysis of its group does not.
+        of_states: only the analysis `StateMetric` measures this function under the metric's name; the analysis of its
+            group does not.
     """
 
     name: str
@@ -105,10 +106,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Group:
-    """Metrics that belong together.
+    """Metrics that belong together, such as those of one analysis.
 
-    With `over_tasks` the group's analysis can also run on the texts of tasks, as `GROUP/TASK`, and pages show the mean
-    over tasks.
+    With `over_tasks` the analysis can also run on the texts of tasks, under the name `GROUP/TASK`. Pages then show the
+    mean over tasks.
     """
 
     name: str
@@ -133,13 +134,13 @@ METRICS = {metric.name: metric for group in GROUPS for metric in group.metrics}
 
 
 def look_up(metric: str) -> Metric:
-    """Return a metric's row; a metric without one gets a row with its name only."""
+    """Return a metric's row in `metrics.toml`; a metric without one gets a row with little but its name."""
     half = metric.endswith("_of_half")
     return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 
 
 def scalar_row(name: str) -> Metric:
-    """Return the row of a training scalar; a user's own scalar gets a row with its name only."""
+    """Return the row of a training scalar in `metrics.toml`; a user's own scalar gets a row with its name only."""
     return METRICS[name] if "/" in name and name in METRICS else Metric(name, name)
 
 
@@ -149,7 +150,7 @@ def is_in(metric: str, *groups: str) -> bool:
 
 
 def names(group: str) -> list[str]:
-    """Return the names of a group's metrics, in order."""
+    """Return the names of the metrics in a group, in the order of `metrics.toml`."""
     return [name for name in METRICS if is_in(name, group)]
 
 
@@ -159,7 +160,7 @@ def headlines() -> list[str]:
 
 
 def rank(metric: str) -> int:
-    """Return the index of a metric's row; metrics without a row come last."""
+    """Return the position of a metric in `metrics.toml`, to sort by it; metrics without a row come last."""
     return list(METRICS).index(metric) if metric in METRICS else len(METRICS)
 
 
@@ -174,14 +175,14 @@ _SOURCE = re.compile(r"^Source: (.*?)(?=\n\s*\n|\Z)", re.M | re.S)
 
 
 class Definition(NamedTuple):
-    """The paragraphs of a function's docstring that define its result, and the paper it names as source."""
+    """The paragraphs of a function's docstring that define its result, and the paper that it names as `Source:`."""
 
     paragraphs: list[str]
     source: str
 
 
 class Reading(NamedTuple):
-    """Facts that help to read a metric, by name, and its definition if a function computes it."""
+    """What a page says about a metric: its title, facts such as its range, and the definition of its function."""
 
     title: str
     facts: dict[str, str]
@@ -214,9 +215,9 @@ def _compared(row: Metric) -> str:
 
 @functools.cache
 def _definition(function: str) -> Definition:
-    """Return the definition in the docstring of a function such as `entropy.matrix_entropy`.
+    """Return the definition of a metric in the docstring of its function, such as `entropy.matrix_entropy`.
 
-    It has neither the sections from Args to Raises nor the verb Return.
+    The verb `Return` and the sections `Args:`, `Returns:` and `Raises:` are left out.
     """
     module, _, name = function.rpartition(".")
     source = files("lit_layers").joinpath("functional", *module.split(".")[:-1], f"{module.split('.')[-1]}.py")

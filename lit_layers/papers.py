@@ -1,7 +1,7 @@
 """Recipes that measure published figures and tables again and compare the numbers with the printed ones.
 
-Such a recipe lists steps. A step is a command of lit-layers with its options, as that command's own recipe would have
-them (see docs/papers.md).
+Such a recipe lists steps, which run in order. A step of a recipe is a command of lit-layers with its options, written
+as in that command's own recipe (see docs/papers.md).
 """
 
 import functools
@@ -29,7 +29,7 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # allowed in a step
+VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # that a step may run
 OVER = ("run", "step", "layer")  # values of `over`, besides names of tags and columns
 _NAME = re.compile(r"<([a-z]\w*)>")
 
@@ -37,13 +37,13 @@ _NAME = re.compile(r"<([a-z]\w*)>")
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Target:
-    """The location of a measured number: a record of measurements.jsonl, or a cell of a file that a step writes.
+    """The location of a measured number: a record of measurements.jsonl, or a value in a file that a command writes.
 
     Args:
-        root: a step's folder, relative to the recipe's.
+        root: run folder of the command that measured it, relative to the folder of the results.
         run, step, analysis, metric, layer, other_layer: fields of the record; any run or step matches if left out.
         tags: tags that the record must have.
-        file: a .csv or .json file to read instead of measurements, relative to the recipe's folder.
+        file: a .csv or .json file to read instead of measurements, relative to the folder of the results.
         row: values of columns that identify the row of a .csv.
         column: column of the .csv, or keys of the .json joined by dots.
     """
@@ -66,14 +66,14 @@ class Target:
 class Published:
     """One or several printed numbers, and the location of the measured number that each is compared with.
 
-    Several numbers are given over runs, steps, layers, or values of a tag or column.
+    Several printed numbers differ in the run, the optimizer step, the layer, or the value of a tag or column (`over`).
 
     Args:
         what: the quantity in words.
         value: the printed number.
         values: printed numbers by the value of `over`.
         over: what the keys of `values` are: run, step, layer, the name of a tag, or a column of `measured.file`.
-        error: error of reading the number off a figure.
+        error: error of reading the number off a printed figure.
         at_least, at_most: a bound that the paper states in words, instead of a number.
         measured: location of the measured number.
     """
@@ -88,7 +88,7 @@ class Published:
     at_most: float | None = None
 
     def single(self) -> Iterator["Published"]:
-        """Yield each number with its own location."""
+        """Yield each printed number as a `Published` of its own, with the location of its measured number."""
         if not self.values:
             yield self
         for key, value in self.values.items():
@@ -101,14 +101,14 @@ class Published:
 
     @property
     def printed(self) -> str:
-        """The number as a table shows it."""
+        """The printed number or bound, as the table of the comparison shows it."""
         if self.value is not None:
             return _short(self.value) + (f" ± {_short(self.error)}" if self.error else "")
         return f"at most {_short(self.at_most)}" if self.at_least is None else f"at least {_short(self.at_least)}"
 
 
 class Step(NamedTuple):
-    """A command: its verb, its options, the recipes that the options extend, and the folder that it writes to."""
+    """One step of a recipe: a command, its options, the recipes that these extend, and the folder that it writes to."""
 
     verb: str
     options: dict[str, Any]
@@ -116,7 +116,7 @@ class Step(NamedTuple):
     folder: Path
 
     def argv(self, file: Path) -> list[str]:
-        """Return the arguments of the command, whose options are in `file`."""
+        """Return the arguments for lit-layers that run the command with the options in `file`."""
         configs = [word for config in [*self.configs, str(file)] for word in ("--config", config)]
         resumed = ["--resume", "last"] if self.verb == "fit" else []
         return [self.verb, *configs, "--root", str(self.folder), *resumed]
@@ -131,13 +131,15 @@ class PaperRecipe:
         paper: coupling, monotonicity, layers or painters.
         item: name of the figure or table.
         shows: what the figure or table shows.
-        status: what the published sizes need: `here` (a machine without a GPU), `gpu`, or `cannot` (see `why`).
+        status: what a run at the published sizes needs: `here` (a machine without a GPU) or `gpu`; `cannot` if it is
+            impossible (see `why`).
         why: reason why it cannot be run, or needs a GPU.
-        differs: departures from the paper.
-        sizes: values of each `<name>` in the steps, as published: models, steps, numbers of prompts.
+        differs: how the run differs from the paper.
+        sizes: the value that replaces each `<name>` in `steps`, as published: models, optimizer steps, numbers of
+            prompts.
         reduced: smaller values of the same names, for a laptop.
-        steps: commands in order, each with the content of its recipe. `<root>` is the folder of the results, `<here>`
-            the folder of this recipe.
+        steps: the commands in order, each with the content of its own recipe. `<root>` is replaced by the folder of the
+            results, `<here>` by the folder of this recipe.
         published: the printed numbers.
     """
 
@@ -153,11 +155,11 @@ class PaperRecipe:
     published: list[Published] = field(default_factory=list)
 
     def numbers(self) -> list[Published]:
-        """Return every printed number with its own location."""
+        """Return every printed number as a `Published` of its own, with the location of its measured number."""
         return [one for each in self.published for one in each.single()]
 
     def commands(self, root: Path, here: Path, *, reduced: bool) -> list[Step]:
-        """Return the steps with their sizes inserted.
+        """Return the commands to run, with the published (or `reduced`) sizes inserted.
 
         Raises:
             InputError: a name has no value, a command does not exist, or a result folder is outside `root`.
@@ -186,9 +188,9 @@ def read_recipe(path: Path) -> PaperRecipe:
 
 
 def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
-    """Replace each `<name>` in a value by the value of the name.
+    """Return options of a command with each `<name>` in their texts replaced by its value in `names`.
 
-    A text that is only `<name>` becomes the value itself, with its type.
+    A text that is only `<name>` becomes the value itself, which need not be text.
     """
     if isinstance(value, Mapping):
         return {key: _filled(each, names, where) for key, each in value.items()}
@@ -206,19 +208,21 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------ measured and printed
 
-SIDE_TAGS = ("control", "reference", "statistic", "variant")  # tags of controls and variants of a metric
+# Tags of numbers that are measured beside a metric, such as its control. A location without them must not match these.
+SIDE_TAGS = ("control", "reference", "statistic", "variant")
 Verdict = Literal[
     "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
 ]
 
 
 class Row(NamedTuple):
-    """A printed number, the measured one with its 95% interval, and a verdict on both.
+    """A printed number, the measured number with its 95% interval, and the verdict of their comparison.
 
-    The printed number is `inside` or `outside` the interval, widened by the error of reading it off a figure. It is
-    `too wide` if the number is inside but the interval is wider than the number itself, and `no interval` if there is
-    none. A bound `holds`, `fails`, or is `undecided` if the interval contains it. `not measured` has its reason in
-    `note`. `reduced` numbers were measured at smaller sizes than published and are not judged.
+    The verdict is `inside` or `outside` if the printed number is inside or outside the interval of the measured number.
+    The interval is widened by the error of reading the printed number off a figure. `too wide` means that the number is
+    inside but smaller than the width of the interval, `no interval` that there is no interval. A printed bound `holds`,
+    `fails`, or is `undecided` if the interval contains it. If the verdict is `not measured`, `note` has the reason.
+    `reduced` numbers were measured at smaller sizes than published and are not judged.
     """
 
     what: str
@@ -230,23 +234,25 @@ class Row(NamedTuple):
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """Return the cells of a printed table."""
+        """Return the cells of this row in the table of the comparison, by column title."""
         interval = "" if self.low is None else f"{_short(self.low)} to {_short(self.high)}"
         names = {"": self.what, "published": self.published, "measured": _short(self.measured), "95%": interval}
         return names | {"the published number is": f"{self.verdict}{f': {self.note}' if self.note else ''}"}
 
 
 class _MissingError(Exception):
-    """Raised with the reason why there is no number."""
+    """Raised with the reason why there is no measured number at the location of a `Target`."""
 
 
 def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
-    """Return a row for each printed number; for a reduced run one row counts the numbers that were not measured.
+    """Return a row for each printed number, compared with the number that a run of the recipe measured in `root`.
+
+    After a reduced run, the numbers that were not measured are only counted, in one row.
 
     Raises:
         InputError: a file of measurements is damaged.
     """
-    read = functools.cache(_content)  # many numbers are in the same file
+    read = functools.cache(_content)  # read each file once, although many numbers are in it
     rows, num_left_out = [], 0
     for each in recipe.numbers():
         try:
@@ -280,7 +286,7 @@ def _content(path: Path) -> Any:
 
 
 def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[float, float | None, float | None]:
-    """Return the number at `target` and the ends of its interval, which are None if unknown.
+    """Return the measured number at `target` and the low and high end of its interval, which are None if unknown.
 
     Raises:
         _MissingError: there is no such number.
@@ -305,9 +311,9 @@ def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[floa
 
 
 def _row(table: Any, target: Target, name: str) -> Mapping[Any, Any]:
-    """Return the only row of the table that matches `target`.
+    """Return the only row of a table of measurements, or of a .csv, that matches `target`.
 
-    Fields of a record that the target leaves out must be empty in the row, except run and step.
+    In measurements, layers and `SIDE_TAGS` that the target leaves out must be empty in the row.
     """
     wanted: dict[str, Any] = dict(target.row)
     if not target.file:

@@ -26,9 +26,9 @@ class RunData:
     Args:
         root: the folder.
         about: the content of run.json.
-        measurements: the measurements of the curves of one run, or of all models if these have no steps.
-        scalars: the rows of metrics.jsonl.
-        other_runs: names of other runs in the folder.
+        measurements: the measurements that form the curves, of one run, or of all models if these have no steps.
+        scalars: the rows of metrics.jsonl, one per step, with the scalars of training.
+        other_runs: names of other runs in the folder, which are not shown.
         others: the measurements of other settings (options and data of an analysis), which are in no curve.
     """
 
@@ -46,11 +46,11 @@ class RunData:
 
     @property
     def models(self) -> dict[str, str]:
-        """Short names of the compared models, by run."""
+        """Short names of the compared models, by the name of their run; empty for the steps of a run."""
         return short_names(list(dict.fromkeys(m.run for m in self.measurements))) if self.compares_models else {}
 
     def label(self, measurement: Measurement) -> str:
-        """Return the name of a measurement's checkpoint: its step, or its model."""
+        """Return the name of a measurement's checkpoint in tables: its step or, for models without steps, its model."""
         if self.compares_models:
             return self.models[measurement.run]
         return "" if measurement.step is None else f"{measurement.step:,}"
@@ -69,7 +69,8 @@ class RunData:
 def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     """Return the content of a run folder, also that of an interrupted run.
 
-    `settings` chooses other settings (options and data of an analysis) than the default of `lit_layers.identity`.
+    `settings` chooses which settings (options and data of an analysis) form the curves, instead of the default that
+    `lit_layers.identity` explains.
 
     Raises:
         InputError: the folder is not a run folder, a file is corrupt, or no analysis has these settings.
@@ -86,7 +87,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)
-    # A model without steps, such as untrained weights, is not taken for the run if another one has steps.
+    # Sort runs with steps last: a model without steps, such as untrained weights, is shown only if no run has steps.
     runs = list(dict.fromkeys(m.run for m in sorted(measurements, key=lambda m: m.step is not None)))
     shown = about.get("run") if about.get("run") in runs else (runs[-1] if runs else None)
     mine, others = (
@@ -97,7 +98,10 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
 
 
 def other_settings(run: RunData) -> list[str]:
-    """Return a sentence for each analysis with several settings, naming those that are shown and those that are not."""
+    """Return a sentence for each analysis with several settings, which names the shown settings and the others.
+
+    Settings are the options of an analysis and its data.
+    """
     chosen = {(m.run, m.analysis): short(settings_of(m)) for m in run.measurements if m.error is None}
     sentences = []
     for (name, analysis), measured in grouped(run.others, lambda m: (m.run, m.analysis)).items():
@@ -112,14 +116,14 @@ def other_settings(run: RunData) -> list[str]:
 
 
 def suspects(run: RunData) -> dict[str, list[str]]:
-    """Return the steps, or models, that an audit found suspect: lists by verdict."""
+    """Return the steps, or names of models, that an audit found suspect, by the audit's verdict."""
     suspect = [m for m in run.measurements if records.is_suspect(m)]
     by_verdict = grouped(suspect, lambda m: " ".join(m.provenance[records.AUDIT].removeprefix("suspect: ").split()))
     return {verdict: list(dict.fromkeys(map(run.label, these))) for verdict, these in by_verdict.items()}
 
 
 def summary(run: RunData) -> list[tuple[str, str]]:
-    """Return the facts at the top of the page, as (name, value)."""
+    """Return the facts about a run at the top of its report, as (name, value)."""
     about, model = run.about, run.about.get("model", {})
     steps = [m.step for m in run.measurements if m.step is not None] + [int(row["step"]) for row in run.scalars]
     last, planned, data = max(steps, default=None), about.get("max_steps"), about.get("data", {})
@@ -145,11 +149,14 @@ def summary(run: RunData) -> list[tuple[str, str]]:
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
-    """Return a row for each analysis: its number of measurements, seconds, and share of the wall time if known."""
+    """Return the rows of a report's table of costs, for each analysis, all analyses, and saving checkpoints.
+
+    Each row has the number of measurements, the seconds, and the share of the run's wall time, if known.
+    """
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
-    if wall and total > wall:  # other processes also measured, so that the share is unknown
+    if wall and total > wall:  # leave the shares out: other processes also measured, and their wall time is unknown
         wall = None
     rows: list[tuple[str, int | None, float]] = [
         (sentence(name), len(each), sum(each)) for name, each in seconds.items()
@@ -172,15 +179,15 @@ def duration(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------ provenance
 
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
-_DIGITS, _FILES = 12, 2  # digits of a long hash, and files of a checkpoint, that a table shows
+_DIGITS, _FILES = 12, 2  # a table shows this many digits of a long hash, and files of a checkpoint
 
 
 def provenance(run: RunData) -> dict[str, Any]:
-    """Return the provenance of the numbers in five parts.
+    """Return the provenance of a run's measured numbers in five parts, for its report.
 
-    `shared` has the fields that are equal in all measurements. `checkpoints` has a row per step or model, with the
-    other fields that are equal in all measurements of a step or model. `analyses` has all values of the remaining
-    fields, by analysis. `config` is the configuration in run.json, and `run` the rest of run.json.
+    `shared` has the fields of provenance that are equal in all measurements. `checkpoints` has a row per step or model,
+    with the other fields that are equal in all measurements of one step or model. `analyses` has all values of the
+    remaining fields, by analysis. `config` is the configuration in run.json, and `run` is the rest of run.json.
     """
     measured = [m for m in run.measurements if m.error is None]
     first = "model" if run.compares_models else "step"
@@ -205,14 +212,17 @@ def provenance(run: RunData) -> dict[str, Any]:
 
 
 def shortened(text: str) -> str:
-    """Return the text with long hashes shortened, or the number of files if it lists more than two."""
+    """Return a text of provenance with long hashes shortened for a table.
+
+    A list of more than two files with their hashes becomes the number of files.
+    """
     if len(files := text.split(", ")) > _FILES and all(map(_LONG_HASH.search, files)):
         return f"{len(files)} files"
     return _LONG_HASH.sub(lambda match: match[0][:_DIGITS], text)
 
 
 def flat(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return nested data as (dotted name, text) pairs."""
+    """Return nested data as a list of (name, text), where the name joins the keys by dots."""
     (row,) = pd.json_normalize(content).to_dict("records")
     return [(str(name), _text(value)) for name, value in row.items()]
 

@@ -18,7 +18,7 @@ _EXPECTED = "expected pythia, a list, {every: N} or {log: BASE, until: N, then_e
 
 
 class Schedule:
-    """A set of optimizer steps. It always contains step 0; the training loop adds the last step of the run.
+    """The set of optimizer steps that `steps` describes, and step 0. The training loop adds the last step of the run.
 
     Raises:
         InputError: `steps` has an unknown form, or a step is negative or not a whole number.

@@ -1,7 +1,7 @@
 """Type checks of files that the package reads, and range checks of options; an error is one sentence.
 
-The content of a file is typed as a dataclass or TypedDict of the types below, with one of the two configurations.
-Parsing and checking by pydantic is faster than parsing by Python's `json`.
+A dataclass or TypedDict describes the content of a file. Its fields have the types below, and `STRICT` or `OPEN` says
+whether other fields are allowed. Parsing and checking by pydantic is faster than parsing by Python's `json`.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from typing_extensions import TypedDict
 from lit_layers.errors import InputError, refused
 
 T = TypeVar("T")
-STRICT = ConfigDict(strict=True, extra="forbid")  # numbers in quotes and unknown fields are refused
-OPEN = ConfigDict(strict=True, extra="allow")  # unknown fields are kept, to be shown or for a later version
-_LONG = 80  # characters of a value that a sentence shows
+STRICT = ConfigDict(strict=True, extra="forbid")  # refuse unknown fields, and numbers in quotes
+OPEN = ConfigDict(strict=True, extra="allow")  # keep unknown fields, to show them or for a later version
+_LONG = 80  # an error message shows this many characters of a wrong value
 
 
 @dataclass(frozen=True)
 class Expected:
-    """An annotation with words for pydantic's error message, which would list every alternative of a type."""
+    """Annotation of a union type with the words of its error message; pydantic's own would list every alternative."""
 
     words: str
 
@@ -45,7 +45,7 @@ class Expected:
         return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
 
 
-_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # fits into a column of a table
+_Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # 64 bits, as the integers in a column of a pandas table
 _NonFinite = Annotated[Literal["inf", "-inf", "nan"], AfterValidator(float)]
 _first = Field(union_mode="left_to_right")
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -54,7 +54,7 @@ Real = Annotated[float, GetPydanticSchema(lambda _, of: of(_Real))]
 _Scalar = Annotated[_Integer | float | _NonFinite, _first, Expected("Input should be a number")]
 Scalar = Annotated[float, GetPydanticSchema(lambda _, of: of(_Scalar))]
 Tag = Annotated[str | _Integer | float | bool, _first, Expected("Input should be text or a number")]
-Step = Annotated[int, Field(ge=0, le=10**8)]  # bounded because ranges of steps are enumerated
+Step = Annotated[int, Field(ge=0, le=10**8)]  # limited, because all steps of a range are listed in memory
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -78,7 +78,7 @@ def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T
 
 
 def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
-    """Return data from another parser, such as YAML, checked like `parse`."""
+    """Return data from another parser, such as that of YAML, after the same check against `kind` as in `parse`."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
@@ -86,7 +86,7 @@ def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
 
 
 def read(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a JSON file, checked like `parse`.
+    """Return the content of a JSON file, checked against the type `kind` as in `parse`.
 
     Raises:
         InputError: the file is not a valid `kind` or cannot be read.
@@ -97,7 +97,7 @@ def read(path: Path, kind: type[T], remedy: str) -> T:
 
 
 def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
-    """Return the content of a YAML file, checked like `parse`; its keys become text, as in JSON.
+    """Return the content of a YAML file, checked against the type `kind` as in `parse`. Keys become text, as in JSON.
 
     Raises:
         InputError: the file is not a valid `kind` or cannot be read.
@@ -108,14 +108,14 @@ def read_yaml(path: Path, kind: type[T], remedy: str) -> T:
         text = path.read_bytes()
     try:
         content = json.dumps(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, TypeError) as error:  # JSON has neither bytes nor dates
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # bytes and dates are refused: JSON has neither
         raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())}); {remedy}") from error
     return parse(content, kind, path, remedy)
 
 
 @functools.cache
 def some_of(kind: type, *, without: tuple[str, ...] = ()) -> Any:
-    """Return the type of a mapping with some of the dataclass's fields, except those in `without`."""
+    """Return the type of a mapping that may have any fields of the dataclass `kind`, except those in `without`."""
     hints = get_type_hints(kind, include_extras=True)
     names = [each.name for each in dataclasses.fields(kind) if each.init and each.name not in without]
     typed: Any = {name: NotRequired[hints[name]] for name in names}
@@ -143,9 +143,9 @@ def beginning(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
-# Ranges of options. A class whose options have ranges keeps them in one table.
+# Ranges of options. A class keeps the ranges of its options in one dictionary, for `refuse_outside`.
 
-MANY = 10**9  # steps, sequences, tokens: more is a typing mistake, and a loop might enumerate them
+MANY = 10**9  # limit of steps, sequences, tokens: more is a typing mistake, and a loop over them takes too long
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Range:
         """Return the expected range in words if `value` is outside; None if it is inside."""
         if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.whole else numbers.Real):
             return "a whole number" if self.whole else "a number"
-        size: Any = value  # Python compares integers too large for a float exactly
+        size: Any = value  # not converted to float: Python compares integers of any size exactly
         if not (size > self.low if self.above else size >= self.low):
             return f"{'more than' if self.above else 'at least'} {self.low:,}"
         if not (size < self.high if self.below else size <= self.high):
@@ -179,8 +179,8 @@ SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, below=True)
 LEARNING_RATE = Range(0, 1, above=True, below=True)
 WEIGHT_DECAY = Range(0, 100)
-BATCH = Range(1, 2**24, whole=True)  # a list of all indices of a batch must fit into memory
-WORKERS = Range(0, 256, whole=True)  # processes
+BATCH = Range(1, 2**24, whole=True)  # limited, because a list of all indices of a batch must fit into memory
+WORKERS = Range(0, 256, whole=True)  # number of processes that load data
 SEED = Range(0, 2**32 - 1, whole=True)
 
 
@@ -206,7 +206,7 @@ def refuse_below_one(where: str = "", **counts: int | None) -> None:
     refuse_outside(where, dict.fromkeys(counts, COUNT), counts)
 
 
-# `run.json` describes a run. Training writes it, and every command that opens the folder reads it.
+# `run.json` describes a run. Training writes it, and every command that opens the run folder reads it.
 
 RUN_FILE = "run.json"
 

@@ -1,1 +1,1 @@
-"""Files: atomic writing, one writer per folder, downloads from the Hub."""
+"""Write files atomically, lock run folders against a second writer, and download files from the Hub."""

@@ -30,19 +30,25 @@ def sync(path: Path) -> None:
 
 
 def on_disk(path: Path) -> list[int]:
-    """Return size, times and inode: they change when a file is written or replaced, even by a copy with old times."""
+    """Return size, times and inode of a file, which show that it was changed, even by a copy that keeps old times."""
     facts = path.stat()
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 
 
 def draft_path(path: Path) -> Path:
-    """Return a draft's path next to `path`. It is random: containers that share a folder can have equal process ids."""
+    """Return a random path next to `path`, for a draft that will replace it.
+
+    The name has no process id, because containers that share a folder can have equal process ids.
+    """
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.draft")
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add this path to an OSError that names no file or only a draft, and turn Rust's IO errors into OSError."""
+    """Add `path` to an OSError raised inside, if it names no file or only the draft of this file.
+
+    IO errors of libraries written in Rust become an OSError with `path`.
+    """
     try:
         yield
     except Exception as error:
@@ -72,12 +78,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
             draft.replace(path)
             sync(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # the disk may be read-only
+        with contextlib.suppress(OSError):  # ignore a disk that became read-only
             draft.unlink(missing_ok=True)
 
 
 class Scratch:
-    """A temporary folder, removed by `remove`, with the last reference to this object, or when the process ends."""
+    """A temporary folder, which is removed by `remove`, with this object, or when the process ends."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="lit_layers-"))

@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face Hub, and refusals of downloads that would run code or read other files."""
+"""Requests to the Hugging Face Hub, and refusals of model files that would run code or read files elsewhere."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ from lit_layers.errors import InputError, refused
 
 
 def named_shards(content: str | bytes) -> dict[str, str]:
-    """Return the file of every tensor, from the content of a `model.safetensors.index.json`.
+    """Return the name of the weight file of every tensor, from the content of a `model.safetensors.index.json`.
 
     Raises:
         ValueError: the content is not such an index, or it names a file outside its folder.
@@ -28,17 +28,19 @@ def named_shards(content: str | bytes) -> dict[str, str]:
         names = [PurePosixPath(shard) for shard in shards.values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError("is damaged") from error
-    for name in names:  # links are allowed: in the Hub's cache every file is a link
+    for name in names:  # only the names are checked, because in the Hub's cache every file is a link to elsewhere
         if name.is_absolute() or ".." in name.parts or "\\" in str(name):
             raise ValueError(f"names {name}, a file outside its folder")
     return shards
 
 
 def refuse_foreign_code(settings: Any, name: str | Path) -> None:
-    """Refuse a config.json that names a repository as its attention or experts, which transformers would download.
+    """Refuse the content of a config.json that names a repository as the code of its attention or experts.
+
+    transformers would download that code and run it.
 
     Raises:
-        InputError: such a field exists, or an `attribute_map`.
+        InputError: there is such a field, or an `attribute_map`, which could hide one under another name.
     """
     for part in settings if isinstance(settings, list) else ():
         refuse_foreign_code(part, name)
@@ -52,7 +54,7 @@ def refuse_foreign_code(settings: Any, name: str | Path) -> None:
 
 
 def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
-    """Return the error for a pickle that torch refused to load with `weights_only`."""
+    """Return the InputError for a pickle of weights that torch refused to load with `weights_only`."""
     held = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"hold {held[1]}, and loading them would run code" if held else "are more than plain tensors, or damaged"
     return InputError(f"{where}: its weights {what}; nothing was run: only tensors in safetensors or a pickle are read")
@@ -60,14 +62,14 @@ def would_run_code(where: str, error: pickle.UnpicklingError) -> InputError:
 
 ADAPTER = "adapter_config.json"  # file of a peft adapter
 MERGE_IT = "merge it into its model (merge_and_unload of peft), save that model, and name its folder"
-# HTTPError is the class of the HTTP library under huggingface_hub; it also covers a refused connection.
+# Errors of a failed request. HTTPError comes from the HTTP library of huggingface_hub and covers refused connections.
 HUB_ERRORS = (OSError, ValueError, errors.HTTPError, errors.EntryNotFoundError)
 LOG_IN = "access is refused: ask for it on the repository's page, then log in with `hf auth login` or set HF_TOKEN"
 ASK_AGAIN = "check the name, the revision and the network, or run the same command again later"
 
 
 def reason(error: Exception) -> str:
-    """Return the class of an error and the beginning of its message."""
+    """Return the class of an error and the first 200 characters of its message, for another message."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
 
 
@@ -79,7 +81,7 @@ def hub_errors(what: str, advice: str = "") -> Iterator[None]:
 
     Args:
         what: beginning of the sentence, such as `cannot list the branches of ORGANIZATION/NAME`.
-        advice: end of the sentence; empty: check the name, the revision and the network.
+        advice: end of the sentence; empty: advice to check the name, the revision and the network.
 
     Raises:
         InputError: the code inside failed; the message gives the reason and the advice.
@@ -120,11 +122,11 @@ class Hub:
     def __init__(self) -> None:
         from huggingface_hub import HfApi  # takes 0.2 s, which a local series does not need
 
-        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # a pickle would start a thread that asks the Hub
+        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
         self.api = HfApi()
 
     def commits(self, repo: str) -> dict[str, str]:
-        """Return the commit of every branch and tag, with one request. A branch hides a tag of the same name."""
+        """Return the commit of every branch and tag, with one request. If both have the same name, the branch's."""
         with hub_errors(f"cannot list the branches of {repo}"):
             refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
@@ -142,7 +144,7 @@ class Hub:
         """Download a file and return its local path.
 
         Raises:
-            InputError: the download failed; caused by a FileNotFoundError if the repository has no such file.
+            InputError: the download failed. Its `__cause__` is a FileNotFoundError if the repository has no such file.
         """
         try:
             with hub_errors(what):
@@ -153,7 +155,7 @@ class Hub:
             raise
 
     def cached(self, repo: str, revision: str | None, path: str) -> str | None:
-        """Return the path of a file in the local cache; None if it is not cached."""
+        """Return the path of a repository's file in the local cache; None if it is not cached."""
         from huggingface_hub import try_to_load_from_cache
 
         place = try_to_load_from_cache(repo, path, revision=revision)

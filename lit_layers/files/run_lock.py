@@ -1,4 +1,4 @@
-"""One writer per run: a lock file in the run folder, which the system releases when the process ends."""
+"""Allow one writer per run folder, by a lock file in it. The system releases the lock when the process ends."""
 
 import contextlib
 import os
@@ -20,8 +20,9 @@ _held: list[tuple[Path, int]] = []  # (folder, id of the process that holds its 
 def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "all") -> Iterator[None]:
     """Hold the lock of a run folder for writing.
 
-    Shards (i, n) with the same n may hold it at the same time, each with its own lock file. So may a training that
-    does not measure, together with the processes that measure its checkpoints.
+    Processes that share the work as shards (i, n), with the same n, may hold it at the same time, each with its own
+    lock file. A training that does not measure (`part="training"`) and the processes that measure its checkpoints
+    (`part="measuring"`) may also hold it at the same time.
 
     Raises:
         InputError: another process writes to the folder, or it is not writable.
@@ -50,7 +51,7 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "
 
 
 def is_held(root: str | Path) -> bool:
-    """Return whether this process holds the folder's lock; a lock of the parent before a fork does not count."""
+    """Return whether this process holds the folder's lock. A lock that its parent took before a fork does not count."""
     return (Path(root).resolve(), os.getpid()) in _held
 
 
@@ -60,13 +61,13 @@ def is_training(root: str | Path) -> bool:
     try:
         with _lock(path) if path.exists() else contextlib.nullcontext():
             return False
-    except (InputError, OSError):  # another user's lock cannot be opened
+    except (InputError, OSError):  # the lock is held, or belongs to another user and cannot be opened
         return True
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # `is_training` of another process holds the lock for a moment: hence the timeout, in seconds.
+    # Wait half a second before refusing, because `is_training` in another process holds the lock for a moment.
     lock = FileLock(path, timeout=0.5, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -77,7 +78,7 @@ def _lock(path: Path) -> Iterator[None]:
         path.write_text(f"process {os.getpid()} on host {socket.gethostname()}")
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the release: a process that waits then locks a new file
+        path.unlink(missing_ok=True)  # before the release, so that no other process locks a file and then loses it
         lock.release()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint series from folders or the Hub, in step order, and their audit."""
+"""Series of checkpoints in folders or on the Hub, in the order of their steps, and the audit of a series."""
 
 from lit_layers.series.audit_weights import Finding
 from lit_layers.series.auditing import Audit, audit
