@@ -26,7 +26,7 @@ from lit_layers.records import Measurement, Record
 from lit_layers.schema import run_facts
 
 NAMES = ("model", "run", "name")  # accepted names of the column that names the models
-# Sizes of a model: our name, and the names of the same size in run facts and in the config.json of known families.
+# Sizes of a model. Each name is mapped to the names of the same size in run.json and in config.json files.
 SIZES = {
     "width": ("width", "hidden_size", "n_embd", "embed_dim", "d_model"),
     "depth": ("depth", "num_hidden_layers", "n_layer", "num_layers"),
@@ -83,7 +83,7 @@ class RunModel:
 
     name: str
     folder: Path
-    measurements: list[Measurement]  # without failed and suspect ones
+    measurements: list[Measurement]  # without failed ones and those that an audit found suspect
     num_suspect: int
     scalars: list[dict[str, float]]
     about: dict[str, Any]
@@ -122,7 +122,8 @@ class RunModel:
     def settings(self) -> dict[str, Any]:
         """Return the scalar options of a run's model and data, and its seed.
 
-        Keys are the last components of the options' names (`num_layers`), or whole names if components are equal.
+        The keys are the last components of the options' names, such as `num_layers`. Options with equal last components
+        have their whole names.
         """
         config = self.about.get("config", {})
         rows = pd.json_normalize({part: config[part] for part in ("model", "data") if part in config}).to_dict(
@@ -418,7 +419,8 @@ def table_of_models(
         models: The models, as returned by `read_run_models`.
         metric: The metric, `ANALYSIS/METRIC` or `METRIC`, optionally with `[tag=value,...]`.
         score: `FILE:COLUMN` of a table with one row per model; a scalar logged in training; or another metric.
-        layer: The layer of the metric. If it is None, a value for the whole model is used, or else the last layer.
+        layer: The layer of the metric. If it is None, the value for the whole model is used or, if there is none, that
+            of the last layer.
         step: The checkpoint of training runs. If it is None, the last one that has the metric is used.
         source: Name of the source, for the page.
 

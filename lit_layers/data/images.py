@@ -373,7 +373,7 @@ class EvalImages(Batches):
 
 
 class Normalise:
-    """A transform of pixels in 0..255, (images, 3, height, width), to float32 normalised by channel."""
+    """A transform that normalises each channel of images, (images, 3, height, width), from 0..255 to float32."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         self.mean, self.std = mean, std
@@ -387,7 +387,10 @@ class Normalise:
 
 
 def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the means and the standard deviations of the channels, as fractions of full brightness."""
+    """Return the means and the standard deviations by which a normalisation transforms the three channels.
+
+    They are fractions of full brightness.
+    """
     if normalisation in STATISTICS:
         return STATISTICS[normalisation]
     pictures = source.train

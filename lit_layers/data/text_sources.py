@@ -147,7 +147,7 @@ class PythonSources(Source):
 
 
 _AGAIN = "check the name and the network, then run again"
-TITLE = re.compile(r" = [^=].* = \n")  # first line of an article; " = = Section = = \n" is a section
+TITLE = re.compile(r" = [^=].* = \n")  # first line of an article in wikitext, not of a section
 LINE_ROWS = ("Salesforce/wikitext",)  # data sets in which each row is one line of a document
 
 

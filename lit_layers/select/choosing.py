@@ -60,7 +60,7 @@ class Choice:
     baseline: float  # score on the validation rows of a prediction that ignores the input
     shares: Mapping[int, float]  # share of the bootstrap resamples of validation rows that choose each layer, 1 to L
     test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
-    difference: Score  # test score of the chosen minus the last layer, paired over rows
+    difference: Score  # test score of the chosen layer minus that of the last layer, paired over rows
     probe: Fitted  # probe of the chosen layer, fitted on train
 
     @property
@@ -80,7 +80,7 @@ def choose(
     options: ProbeOptions | None = None,
     progress: Progress = lambda done, total, what: None,
 ) -> Choice:
-    """Choose the first layer that a rule accepts, judged by the probe's score on validation rows.
+    """Choose the first layer whose probe scores well enough on validation rows, by a rule.
 
     A probe is fitted on the training rows at each layer, 0 to L. The rule chooses among layers 1 to L.
 
@@ -113,7 +113,7 @@ def choose(
     if num_classes is not None and len(targets["train"].unique()) < 2:
         raise InputError("train: all rows have one class, and a probe needs two: give other rows")
     how: Any = {"rule": rule, "tolerance": tolerance, "higher_is_better": look_up(metric).higher_is_better}
-    _apply_rule([1.0], how)  # raise for a bad rule before any probe is fitted
+    _apply_rule([1.0], how)  # called only to raise an error for a bad rule before probes are fitted
     train, held_out = features("train"), features("validation")
     num_layers, probes, rows = train.num_layers, list[Fitted](), list[Tensor]()
     for layer in range(num_layers + 1):
@@ -157,7 +157,7 @@ def choose(
 def _defined(rows: Tensor) -> Tensor:
     """Return the scores, (layers, rows), without the rows whose score at a layer is not finite.
 
-    The log-loss is infinite if the row's class has no training rows.
+    For example, the log-loss of a row is infinite if its class has no training rows.
     """
     return rows[:, rows.isfinite().all(0)]
 
@@ -226,7 +226,7 @@ def text_task(
     pooling: TextPooling = "last",
     max_tokens: int = 512,
 ) -> TaskFeatures:
-    """Return the features of a text task, which is in the catalogue of tasks or defined by the user.
+    """Return the input of `choose` for a text task, which is in the catalogue of tasks or defined by the user.
 
     The texts of train, validation and test are passed through the model when their features are requested.
 
@@ -260,7 +260,7 @@ def image_task(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> TaskFeatures:
-    """Return the features of a labelled image set: `digits`, `cifar10`, a path, ...
+    """Return the input of `choose` for a labelled image set: `digits`, `cifar10`, a path, ...
 
     Pixels are normalised as in the model's training, or by the statistics of the image set if that is unknown.
 

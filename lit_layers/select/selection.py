@@ -25,7 +25,7 @@ _PICK = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """The layer chosen for a model and a task, with the time to reach each layer."""
+    """The layer chosen for a model and a task, with all that its files report."""
 
     name: str  # name of the model in the picture
     files: ModelFiles
@@ -35,7 +35,7 @@ class Selection:
     tokenizer: str | None
     choice: Choice
     tolerance: float | None  # None for a rule without tolerance
-    seconds: Mapping[int, float]  # time from the input to each layer
+    seconds: Mapping[int, float]  # computing time from the input to each layer
 
     def write(self, folder: Path) -> list[Path]:
         """Write layers.png, .svg, .pdf, select.html and select.json, and return their paths in this order.

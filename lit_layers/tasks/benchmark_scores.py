@@ -72,13 +72,13 @@ def _error(rows: np.ndarray) -> float | None:
 
 
 def interval(metric: str, value: float, error: float | None, n: int) -> dict[str, Any]:
-    """Return the 95% interval of a mean over n rows as `low` and `high`.
+    """Return the 95% interval of a metric, a mean over n rows with the standard error `error`, as `low` and `high`.
 
-    The result is empty if there is no error or the mean is NaN.
+    The dict is empty if `error` is None or the mean is NaN.
 
     The interval of a perplexity is symmetric on the log scale. Scores and accuracies have a Wilson interval, which has
-    positive width also at 0 and 1. Other metrics use 1.96 standard errors. A mean over several orders has a smaller
-    error than one order, so the Wilson interval uses the number of rows that would give this error.
+    positive width even at 0 and 1. Other metrics use 1.96 standard errors. A mean over several orders of the blocks has
+    a smaller standard error than a single order. Its Wilson interval uses the number of rows that would give `error`.
     """
     if error is None or math.isnan(value):
         return {}

@@ -30,17 +30,17 @@ class ScoredTask(Task):
     """A task for prompts, benchmark scores, GLUE or MTEB. Tasks of linear probes are instances of `ProbeTask`.
 
     Args:
-        source: ORG/NAME[:CONFIG] on the Hub. For a benchmark, its task file within lm-eval. Empty for MTEB, because
-            mteb knows its data sets.
-        domain: Domain within MTEB.
-        score: Name of the main score in MTEB; for GLUE one or several metrics.
+        source: The data set on the Hub, ORG/NAME[:CONFIG]. For a benchmark, this is the path of its task file within
+            lm-eval. For MTEB it is empty, because mteb knows its data sets.
+        domain: The kind of an MTEB task, such as reranking.
+        score: Name of the main score of an MTEB task. For GLUE, this is the name of one metric or several names.
         subset: The MTEB subset to score.
         use: What the task is for: prompts to measure on, benchmark scores, fine-tuning on GLUE, or MTEB.
         text: The text columns. For a benchmark, all columns that a local copy needs.
         split: The split to measure or score.
         num_classes: Number of classes of a GLUE task. None means that it is a regression.
         examples: Number of worked examples at the start of a benchmark's prompts.
-        settings: lm-eval settings that differ for a local copy.
+        settings: Entries of lm-eval's task file that are replaced if a local copy is used.
     """
 
     source: str = field(default="", kw_only=True)
@@ -61,7 +61,7 @@ class ScoredTask(Task):
 
     @property
     def has_files(self) -> bool:
-        """Return whether there is a local copy and all its files exist."""
+        """Return whether the task reads from a local copy and all files of this copy exist."""
         copy = self.copy
         return copy is not None and all(path.is_file() for split in self.splits for path in copy.paths(split))
 
@@ -226,7 +226,9 @@ def _is_target(task: ScoredTask, target: Any) -> bool:
 def glue_metrics(
     task: ScoredTask, predictions: Sequence[float] | np.ndarray, targets: Sequence[float] | np.ndarray
 ) -> dict[str, float]:
-    """Return the task's metrics by name, in [-1, 1] if correlations, else in [0, 1], and their mean as `task_score`.
+    """Return the metrics of a GLUE task by name, and their mean as `task_score`.
+
+    Correlations lie in [-1, 1], other metrics in [0, 1].
 
     The Matthews correlation of constant predictions is 0 by definition. Pearson and Spearman correlations with constant
     predictions or targets are undefined, so they and the mean are NaN. All metrics are NaN if a prediction is NaN.

@@ -174,7 +174,7 @@ def _mismatch(where: str, expected: Any, got: Any) -> InputError:
 
 
 CHUNK = 8192  # texts per file of features: 8,192 x 25 layers x 1,024 x 4 B = 0.8 GB
-_MIN_NORM = 1e-12  # lower bound of the divisor, as in torch.nn.functional.normalize
+_MIN_NORM = 1e-12  # embeddings are divided by their length or, if it is smaller, by this value
 
 
 class NotFiniteError(InputError):
@@ -199,7 +199,7 @@ class TaskEmbeddings:
     last_pooling: TextPooling | None = None
     num_cut: int = 0
     num_empty: int = 0
-    # Maps a text to (index of its chunk, row in the chunk).
+    # Maps a text to the index in `_chunks` and the row there of its features.
     _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
 

@@ -159,7 +159,7 @@ class LmEvalScorer:
                 lm=self._wrap(model),
                 task_dict=loaded,
                 limit=self.limit,
-                # No bootstrap, which would start one process per core: `mean_and_error` computes the standard errors.
+                # Turn off lm-eval's bootstrap, which starts one process per core. `mean_and_error` gives the errors.
                 bootstrap_iters=0,
                 log_samples=True,
             )
@@ -240,7 +240,7 @@ class LmEvalScorer:
                 softmax_dtype="float32",
                 trust_remote_code=False,
             )
-            # Without a configured end token, use the one that `load_tokenizer` finds.
+            # If the tokenizer has no configured end token, use the one that `load_tokenizer` finds.
             if wrapped.tokenizer.eos_token is None:
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text
             self._wrapped = model, wrapped
@@ -290,7 +290,10 @@ def _cache_templates() -> None:
 
 @functools.cache
 def _manager(defaults: bool) -> Any:
-    """Return lm-eval's task manager. With `defaults` it reads thousands of task files, which takes many seconds."""
+    """Return lm-eval's task manager, which loads tasks.
+
+    With `defaults`, it knows lm-eval's own tasks. For this it reads thousands of task files, which takes many seconds.
+    """
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=defaults)

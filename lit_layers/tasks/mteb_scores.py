@@ -90,7 +90,7 @@ class MtebTask(TokenizerMixin, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        # Encode no text, which raises if `max_tokens` leaves no room next to the special tokens.
+        # Encode no text, only to raise an error if `max_tokens` leaves no room next to the special tokens.
         encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)
 
     def config(self) -> dict[str, Any]:
@@ -238,12 +238,12 @@ def _text_analyses(scored: MtebTask, max_tokens: int) -> list[Analysis]:
 
 @dataclass(frozen=True, eq=False)
 class Averages:
-    """Mean scores over tasks at one checkpoint, for one set of options.
+    """Mean scores over MTEB tasks at one checkpoint, for one set of options of `MtebTask`.
 
-    `curve` has a row for each layer: `average` is the unweighted mean over tasks, and each domain has a column with the
-    mean over its tasks. `missing` names the tasks, measured or expected by the caller, that lack a score at some layer
-    from 1 on. They are left out of all means. At layer 0, a mean is NaN if one of the remaining tasks has no score
-    there. `options` are the options that differ from their defaults.
+    `curve` has a row for each layer. Its column `average` is the unweighted mean over tasks, and each domain has a
+    column with the mean over its tasks. `missing` names tasks that have no score at some layer from 1 on. They are left
+    out of all means. At layer 0, a mean is NaN if one of the remaining tasks has no score there. `options` are the
+    options that differ from their defaults.
     """
 
     run: str
@@ -251,7 +251,7 @@ class Averages:
     pooling: str
     states: str
     scores: pd.DataFrame  # a row per averaged task: its name, domain, kind of score, n, and a column per layer
-    curve: pd.DataFrame  # layer, average, classification, ...
+    curve: pd.DataFrame  # its columns: layer, average, classification, ...
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -29,10 +29,10 @@ _FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")
 
 @dataclass(frozen=True, eq=False)
 class TaskSplit:
-    """Texts with the targets to predict from them."""
+    """The texts of the train, validation or test rows, with the targets to predict from them."""
 
     texts: tuple[str, ...]
-    targets: Tensor  # (rows,) int64 class indices, or float64 values
+    targets: Tensor  # (rows,) int64 class indices, or float64 values of a regression
     rows: tuple[int, ...]
     """Row index of each text in its source, from 0, counted through all files in their order."""
 
@@ -477,7 +477,10 @@ def _sort_key(seed: int, purpose: str, key: str) -> bytes:
 
 
 def _quotas(sizes: Counter[Hashable], share: float) -> dict[Hashable, int]:
-    """Return the number of rows to hold out of each stratum, rounded by largest remainders."""
+    """Return the number of rows to hold out from each stratum, rounded by the largest-remainder method.
+
+    `sizes` is the number of rows of each stratum.
+    """
     exact = {stratum: share * rows for stratum, rows in sizes.items()}
     quotas = {stratum: math.floor(rows) for stratum, rows in exact.items()}
     missing = max(1, round(share * sizes.total())) - sum(quotas.values())

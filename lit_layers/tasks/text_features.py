@@ -28,7 +28,7 @@ class TaskRows:
 
     data: TaskData
     texts: Mapping[str, EncodedTexts]
-    targets: Mapping[str, Tensor]  # (rows,) int64 classes, or float64 values
+    targets: Mapping[str, Tensor]  # (rows,) int64 class indices, or float64 values of a regression
 
     @property
     def is_classification(self) -> bool:
