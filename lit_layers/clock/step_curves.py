@@ -425,7 +425,7 @@ def _layer_statistics(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerC
 
 
 def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> Array:
-    """Return the statistics over layers (curves, statistics) of a metric's values at `layers`, `rows` (curves, layers).
+    """Return statistics over layers, (curves, statistics), of `rows` (curves, layers): a metric's values at `layers`.
 
     They are `STATISTICS` and, if it is known which values of the metric are better, `CHOICES`.
     """

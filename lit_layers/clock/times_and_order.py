@@ -167,7 +167,11 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
 
 
 def _share_before(first: EmergenceTimes, second: EmergenceTimes, paired: bool) -> float:
-    """Return the share of draws in which the first curve certainly reaches its half-way point before the second."""
+    """Return the share of draws in which the first curve certainly reaches its half-way point before the second.
+
+    No draw is certain if the half-way point of the first curve may lie after the last checkpoint, or that of the second
+    before the first checkpoint.
+    """
     if first.open_ends[1] or second.open_ends[0]:
         return 0.0
     if paired:

@@ -100,7 +100,7 @@ def prefix_matching_score(
 
 
 def _mean_over_queries(metric: str, values: Tensor, weights: Tensor, undefined: str) -> PerHead:
-    """Return the mean of (*n, heads, queries) over the queries after the first."""
+    """Return the mean of `values` (*n, heads, queries) over all queries but the first."""
     problems = {
         "a weight is not finite": ~weights.isfinite().flatten(-2).all(-1),
         "it takes 2 tokens": torch.tensor(weights.shape[-1] < 2),

@@ -144,7 +144,7 @@ def _drawn_counts(num_rows: int, resamples: int, seed: int) -> Iterator[Tensor]:
 
 
 def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: float, higher_is_better: bool) -> Tensor:
-    """Return the index (*n) of the layer that a rule chooses from each curve."""
+    """Return the index (*n), counted from 0, of the layer that a rule of `choose_layer` chooses from each curve."""
     check_option("rule", rule, *RULES)
     if not tolerance >= 0:
         raise ValueError(f"expected a tolerance of at least 0, got {tolerance}")

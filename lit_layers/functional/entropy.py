@@ -376,7 +376,9 @@ def dime(
     num_prompts, dim = view_a.shape[-2:]
     transposed = side == "smaller" and num_prompts > dim
     gram_a, gram_b = (products(view.mT if transposed else view) for view in (view_a, view_b))
-    if unit:  # norms are 1, or 0 if they overflowed float64
+    # With `unit`, a row has norm 1, or 0 if its norm overflowed float64. So the diagonal of a Gram matrix is enough to
+    # find a view of zeros.
+    if unit:
         empty = [gram.diagonal(dim1=-2, dim2=-1).sum(-1) == 0 for gram in (gram_a, gram_b)]
     else:
         empty = [torch.count_nonzero(view, (-2, -1)) == 0 for view in (view_a, view_b)]

@@ -69,7 +69,7 @@ def curvature_and_missing(
     lengths = torch.linalg.vector_norm(steps, dim=-1)
     moves = lengths > 0
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
-    in_prompt = real[..., 2:]  # angles with three real tokens: in packed rows, the third one is real
+    in_prompt = real[..., 2:]  # an angle exists if its third token is real: rows are packed
     exists = in_prompt & moves[..., :-1] & moves[..., 1:]
     num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
     values = _angle(steps[..., :-1, :], steps[..., 1:, :]).masked_fill(~exists, 0.0).sum(-1) / num_exists
@@ -443,11 +443,12 @@ class LayerStages(NamedTuple):
 def layer_stages(similarity: Float[Tensor, "layers layers"]) -> LayerStages:
     """Return the beginning, middle and ending of the layers: the division that explains their similarities best.
 
-    The middle is a run of at least 2 layers. W pairs of layers have both layers in the middle, with mean similarity w.
-    A pairs have one layer in the middle and one outside, with mean similarity a. Separating these two kinds of pairs
-    reduces the sum of squared deviations from their common mean by (w - a)^2 W A / (W + A). All divisions with w > a
-    are tried, and the one with the largest reduction wins. Ties go to the larger middle, then to the earlier one. If no
-    division has w > a, as in a constant matrix, all layers are the middle, with a contrast of 0.
+    The middle is a run of at least 2 layers. Let W be the number of pairs of layers that are both in the middle, and w
+    their mean similarity. Let A be the number of pairs with one layer in the middle and one outside, and a their mean
+    similarity. Separating these two kinds of pairs reduces the sum of squared deviations from their common mean by
+    (w - a)^2 W A / (W + A). Among all divisions with w > a, the one with the largest reduction is chosen. If several
+    tie, it is the one with the larger middle, then the earlier one. If no division has w > a, as in a constant matrix,
+    all layers are the middle, with a contrast of 0.
 
     In float64. The diagonal is ignored. Unchanged by adding a constant to all similarities and, except for the
     contrast, by a positive factor. Reversing the layers reverses the result. If all similarities are w within a run and

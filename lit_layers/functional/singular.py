@@ -87,8 +87,8 @@ EPS = torch.finfo(torch.float64).eps
 class Factors(NamedTuple):
     """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
 
-    `bounds` (.., count) bound the error of `miscoupling(j1, j2, k=K, p=2)` for K = 1, 2, .. count, with a matrix of
-    these as `j2` and any matrix as `j1`. The error is the difference from the value with exact singular vectors. The
+    `bounds` (.., count) bound the error of `miscoupling(j1, j2, k=K, p=2)` for K = 1, 2, .. count, where `j2` is the
+    decomposed matrix and `j1` any matrix. The error is the difference from the value with exact singular vectors. The
     bounds are infinite if a tie leaves the vectors undetermined.
     """
 

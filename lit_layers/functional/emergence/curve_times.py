@@ -1,8 +1,8 @@
 """When a curve over training steps emerges: verdict, onset, half-way point, peak and plateau.
 
-All in float64. Times lie on a continuous axis of steps. The curve is not known between two checkpoints, and the
-intervals include this uncertainty. docs/emergence_accuracy.md measures how often the intervals contain the true time,
-and how often a flat curve is reported to emerge.
+All in float64. Times may lie between two checkpoints. The curve is not known there, and the intervals of the times
+include this uncertainty. docs/emergence_accuracy.md measures how often the intervals contain the true time, and how
+often a flat curve is reported to emerge.
 """
 
 import functools
@@ -244,7 +244,7 @@ class _Curve:
         return Time(*self.step(np.quantile(positions, _levels(confidence))).tolist())
 
     def grid(self) -> Array:
-        """Return the checkpoints and, between each two neighbours, the same number of further points."""
+        """Return the points at which curves are drawn: the checkpoints, and equally many points in each interval."""
         num = max(2, GRID // len(self.x))
         parts = [np.linspace(a, b, num, endpoint=False) for a, b in zip(self.x[:-1], self.x[1:], strict=True)]
         return np.concatenate([*parts, self.x[-1:]])
@@ -277,11 +277,10 @@ class _Curve:
         return max(self._rank_among(noise * np.sqrt(variance), 1 / variance) for noise in _flat_noise(len(self.y)))
 
     def _rank_among(self, flat: Array, weight: Array) -> float:
-        """Return the p-value of this curve: the share of curves that stand out at least as much as this one.
+        """Return the p-value of this curve among simulated flat curves, the rows of `flat`.
 
-        The curves are this one and the simulated flat curves in `flat`.
-
-        The test statistic is the smallest rank over all statistics. It is computed in the same way for every curve,
+        It is the share of all these curves, this one included, that stand out at least as much as this one. A curve
+        stands out by its best rank over several statistics. This rank is computed in the same way for every curve,
         which makes the p-value valid although several statistics are tried.
         """
         statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
@@ -418,7 +417,7 @@ def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.rando
 
 
 def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
-    """Return onset, half-way point, peak and plateau of each curve on the axis of `grid`, and its end, each (draws,).
+    """Return onset, half-way point, peak and plateau of each drawn curve on the axis of `grid`, and its end, (draws,).
 
     The end is the change from the first to the last point, divided by the largest change C.
     """

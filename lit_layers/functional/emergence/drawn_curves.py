@@ -1,9 +1,9 @@
 """Curves drawn given noisy values of one curve: Gaussian processes of many lengths and heights, with and without steps.
 
 A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, changes within a few
-checkpoints or bends in a corner, and is flat again. One step added to the process models that. Two steps model a rise
-and a fall. Each step is a sigmoid, or a rise that begins or ends in a corner. With only one step, the process would
-have to follow the second change, and would then also wander wherever the curve is flat.
+checkpoints or bends in a corner, and is flat again. One step (a sudden change in level), added to the process, models
+that. Two steps model a rise and a fall. Each step is a sigmoid, or a rise that begins or ends in a corner. With only
+one step, the process would have to follow the second change, and would then also wander wherever the curve is flat.
 
 **The model.** y = g + sum_j h_j s_j + noise, with g a Gaussian process, s_j the shape of step j at the checkpoints and
 h_j its height, normal with precision `prior`. Let L L' be the covariance of g + noise, r = L^-1 y and d_j = L^-1 s_j
@@ -38,7 +38,8 @@ SPLITS = 2  # rounds of splitting the likeliest steps
 # LIKELY below that of the best pair, and at most MAX_DOUBLES pairs.
 TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
 BATCH = 2**17  # largest number of entries of an array in one batch: 1 MB
-# Grid of steps before the first split: number of locations, and the widths as shares of the axis's length.
+# The steps (sudden changes in level) that are tried first: number of locations, and widths as shares of the length of
+# the axis.
 LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
 SPLIT = 12  # number of steps of each shape that a round splits
 DECIMALS = 6  # log-evidences are compared after rounding to this many decimals: smaller differences are rounding errors
@@ -226,7 +227,7 @@ class _Processes:
         return (slice(start, start + size) for start in range(0, count, size))
 
     def whiten(self, columns: Array, rows: slice = slice(None)) -> Array:
-        """Return L^-1 times values or shapes of steps (n, any), for each process: (processes, n, any)."""
+        """Return L^-1 `columns`, (processes, n, any), for values or shapes of steps in `columns` (n, any)."""
         n = len(columns)
         return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
@@ -236,7 +237,10 @@ class _Processes:
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Return the log-evidence of values `y` (n,) for each pair of steps, with its prior, (processes, pairs)."""
+        """Return the log-evidence of values `y` (n,) for each process and pair of steps, (processes, pairs).
+
+        The log of the prior probability of the pair is added.
+        """
         columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
         single = not pairs.steps.shape[pairs.index[0]].any()  # the first step of each pair is "no step"
@@ -300,7 +304,9 @@ def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any)
 def draw_curves(
     x: Array, y: Array, noises: Sequence[Array], grid: Array, draws: int, rng: np.random.Generator
 ) -> Array:
-    """Draw curves on the grid, (draws, grid), from all models with the probabilities of `_weights`.
+    """Draw curves through noisy values, (draws, grid): from Gaussian processes with no, one or two sudden changes.
+
+    Each draw takes one of these models at random, with the probabilities of `_weights`.
 
     Args:
         x: Positions of the values, increasing, (points,).
@@ -450,10 +456,11 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 
 
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
-    """Return the models of a curve: processes, pairs of steps, and the evidence of each, (processes, pairs).
+    """Return the models that may explain a curve, and the evidence of each, (processes, pairs).
 
-    Pairs with "no step" come first, pairs of two steps last. Values with small errors determine the width of a step to
-    a few percent, more closely than the grid of widths. The likeliest steps are therefore split in `splits` rounds.
+    A model is a Gaussian process plus a pair of steps (sudden changes in level). Pairs with "no step" come first, pairs
+    of two steps last. Values with small errors determine the width of a step to a few percent, more closely than the
+    first grid of widths. The likeliest steps are therefore split into narrower ones in `splits` rounds.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
@@ -475,7 +482,7 @@ def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.i
 
 
 def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: Array, splits: int) -> Pairs:
-    """Return the likeliest pairs of two steps, after two rounds of search.
+    """Return the likeliest pairs of two steps (sudden changes in the level of a curve), after two rounds of search.
 
     The first round pairs the `TRIED` likeliest single steps with every step; `score` is the evidence of each single
     step. The second round pairs `TRIED` more steps with every step: those that did best as partners in the first round.
@@ -507,10 +514,11 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 def _weights(evidence: Array, pairs: Pairs) -> Array:
     """Return the weights of all models from their evidence (processes, pairs, ...), with pairs of two steps last.
 
-    Half of the weight follows the evidence of all models, half that of models with at most one step. Two smooth steps
-    explain almost everything, so that the process has almost no variance. Such a model is too certain of the peak
-    between its steps, whose true shape is unknown. A process with at most one step wanders where a curve with two steps
-    is flat. Neither is exactly right for a training curve, so each determines half of the weight.
+    A model is a Gaussian process plus a pair of steps. Half of the weight follows the evidence of all models, half that
+    of models with at most one step. Two smooth steps explain almost everything, so that the process has almost no
+    variance. Such a model is too certain of the peak between its steps: the true shape of this peak is unknown. A
+    process with at most one step wanders where a curve with two steps is flat. Neither is exactly right for a training
+    curve, so each determines half of the weight.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None

@@ -137,7 +137,7 @@ class PrincipalRows:
             part.copy_(part @ self.axes.to(dtype))
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
-        """Return whether no entry of the gradient exceeds the tolerance in the unrotated coordinates."""
+        """Return whether the gradient for the features before their rotation has no entry above the tolerance."""
         # A rotation keeps the norm, and the largest entry is at least the root mean square. If the root mean square
         # exceeds the tolerance, the gradient need not be rotated to know the answer.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:

@@ -63,9 +63,9 @@ def fit_ridge_probes(
     all features are constant, or there is a single row, the prediction is the mean target. `penalty` is added to a sum,
     so the regularisation weakens as rows are added.
 
-    With `penalty=None`, each layer gets its own penalty between 1e-3 and 1e5, in half decades. It has the lowest
-    squared leave-one-out error, in closed form. If several tie, the strongest is taken. The row that is left out still
-    counts in the scale of the features, but in no other sum.
+    With `penalty=None`, each layer gets its own penalty between 1e-3 and 1e5, in half decades: the one with the lowest
+    squared leave-one-out error, which is computed in closed form. If several tie, the strongest is taken. The row that
+    is left out still counts in the scale of the features, but in no other sum.
 
     Computed in float64, one layer and one chunk of rows at a time, so features may be a memory-mapped tensor. With a
     penalty, the solution uses the eigenvalues of X'X. If some of them plus the penalty are below 1e-10 of the largest,
