@@ -77,7 +77,7 @@ def refuse_odd_files(folder: str | os.PathLike[str]) -> None:
 
 
 def no_folder(name: str | Path) -> InputError:
-    """Return the error for a file that was named instead of the folder of a model."""
+    """Return the InputError for a user who named a file instead of the folder of a model."""
     return InputError(
         f"expected a folder with a model, {name} is a file: name its folder, with the config.json of the model in it"
     )

@@ -135,12 +135,12 @@ class Measurement:
 
 
 def variant_of(tags: Mapping[str, Tag], without: Collection[str] = ()) -> dict[str, Tag]:
-    """Return the tags that identify a record among the records of its metric: not counts (`num_...`), not `without`."""
+    """Return the tags that identify a record among those of its metric: all but counts (`num_...`) and `without`."""
     return {name: value for name, value in tags.items() if not name.startswith("num_") and name not in without}
 
 
 def same_tag(value: Any, asked: Any) -> bool:
-    """Return whether a tag equals the requested value; numbers are compared as numbers, in any spelling."""
+    """Return whether a tag equals the requested value. Numbers are compared by value: "4" equals 4.0."""
     try:
         return math.isclose(float(value), float(asked), rel_tol=1e-9)
     except (TypeError, ValueError):

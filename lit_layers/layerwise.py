@@ -174,8 +174,8 @@ def layers(
         name: name of the model in the table and figures; None: its folder, its name on the Hub, or its class.
 
     Raises:
-        InputError: an argument has no valid value, or does not fit the model.
-        Exception: any error of an analysis.
+        InputError: an argument is not valid, or does not fit the model.
+        Exception: an analysis failed; its error is raised unchanged.
     """
     selected = metric_names.find_analyses(metrics)
     network = model if isinstance(model, nn.Module) else load(model)

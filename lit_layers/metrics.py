@@ -36,8 +36,9 @@ class Metric:
         median: also measure the median, because single tokens are outliers.
         secondary: show the metric in figures but not in tables of results.
         unlisted: show the metric neither in tables of results nor in a figure of its own.
-        headline: rank among the few metrics that summarise all scores of a model variant; 0: none.
-        relative: the normalized score already gives this value as a share of the full model's.
+        headline: rank among the few metrics that summarise all scores of a model variant (a model with a changed order
+            of its blocks); 0: the metric is not one of them.
+        relative: the metric `normalized_score` already compares this value with the full model's.
         also: name of a second group that the metric belongs to.
         function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.
         of_states: only the analysis `StateMetric` measures this function under the metric's name; the analysis of its
@@ -155,7 +156,7 @@ def names(group: str) -> list[str]:
 
 
 def headlines() -> list[str]:
-    """Return the metrics that summarise the scores of a model variant, by rank."""
+    """Return the metrics that summarise the scores of a model with a changed order of its blocks, by rank."""
     return sorted((name for name, row in METRICS.items() if row.headline), key=lambda name: METRICS[name].headline)
 
 

@@ -183,7 +183,7 @@ class Store:
 
 
 class UnwrittenStore(Store):
-    """A store for a process that does not write: it keeps new measurements in memory, with their `by_prompt` values."""
+    """A store that does not write to the file: it keeps new measurements in memory, with their `by_prompt` values."""
 
     def add(self, measurement: Measurement) -> Measurement:
         keep(self._last, measurement)

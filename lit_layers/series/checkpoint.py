@@ -227,11 +227,11 @@ class Series(ABC):
 
     @abstractmethod
     def find(self) -> Listing:
-        """List all available checkpoints, without regard to `steps`."""
+        """List all available checkpoints, also those that `steps` does not choose."""
 
     @functools.cached_property
     def listing(self) -> Listing:
-        """All available checkpoints, listed once."""
+        """All available checkpoints. They are listed on first use and then kept."""
         return self.find()
 
     @functools.cached_property
@@ -247,7 +247,7 @@ class Series(ABC):
         return tuple(by_step[step] for step in choose(list(by_step), self.steps, self.name))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
-        """Return the tokenizer of a checkpoint as recipes name it; None if the checkpoint has none.
+        """Return the tokenizer of a checkpoint, as a folder or `NAME[@COMMIT]` of the Hub; None if it has none.
 
         Raises:
             InputError: the tokenizer cannot be downloaded.

@@ -246,7 +246,7 @@ class Source(ABC):
 
     @abstractmethod
     def tokenizer(self) -> str | None:
-        """Return the tokenizer as recipes name it; None if the checkpoint has none."""
+        """Return the tokenizer, as a folder or `NAME[@COMMIT]` of the Hub; None if the checkpoint has none."""
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         """Return the model in a fetched folder, on the CPU in evaluation mode; no code of the checkpoint runs."""

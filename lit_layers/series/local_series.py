@@ -45,7 +45,7 @@ class _LocalSeries(Series):
 
 
 class StepFolders(_LocalSeries):
-    """A run folder with one folder per step: step-000001000 as we write it, checkpoint-500, iter_0500 and others.
+    """A run folder with one folder per step: step-000001000 (written by this package), checkpoint-500, iter_0500, ...
 
     Tokens per step and the schedule are read from run.json, if the run has one.
 

@@ -110,7 +110,7 @@ class HubRevisions(Series):
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
         grammar: how branches are named. auto recognises the known grammars; for a training in stages that count from 0
             again it takes the first stage. A template such as `stage2-ingredient1-step{step}-*` takes another stage.
-        manifest: a file with tokens per step and suspect steps; None: the package's own, if one knows the repository.
+        manifest: a file with tokens per step and suspect steps; None: the package's own, if one has the repository.
         name: name of the series, if the repository holds several trainings.
     """
 
@@ -305,7 +305,7 @@ def find_checkpoint(name: str) -> Checkpoint:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
-        # The folder may be a step of a series in its parent, whatever the naming.
+        # Look for the folder in a series in its parent folder, which knows the checkpoint's step and tokens.
         single = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
         return _member(StepFolders(folder.parent), folder.name) or single
     if folder.suffix == ".ckpt" and folder.is_file():
