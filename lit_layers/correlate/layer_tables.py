@@ -244,7 +244,7 @@ def _title(query: MetricQuery, curves: "_Curves") -> str:
 
 
 def _no_models(tables: LayerTables, models: Sequence[RunModel], sources: Sequence["_Source"]) -> str:
-    """Return the error message for the case that every model is left out. It says why."""
+    """Return the error message for the case that all models are left out, with the reasons."""
     pairs = (pair for model in models for pair in model.pairs())
     there = dict.fromkeys(f"{analysis.partition('/')[0]}/{name}" for analysis, name in pairs)
     for source in sources:

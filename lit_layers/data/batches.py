@@ -53,8 +53,8 @@ class Batches(ABC):
 
 
 BATCH_TOKENS = 8192  # tokens per batch when features are extracted: 8,192 x 768 x 4 B = 25 MB for one hidden state
-# Texts per call of the tokenizer. This limits memory: the encodings that a call returns take 140 bytes per token, while
-# the ids, which are all that is kept of them, take 4.
+# Texts per call of the tokenizer. This limits memory: the encodings that a call returns take 140 bytes per token. Only
+# their ids are kept, which take 4.
 _CHUNK = 1000
 
 
@@ -126,7 +126,7 @@ def encode_texts(tokenizer: str | TextTokenizer, texts: Sequence[str], *, max_to
 
     Raises:
         InputError: The tokenizer does not exist, or `max_tokens` leaves no room for a text next to the special tokens.
-            Also if a text gives no token or contains a lone surrogate.
+            The error is also raised if a text gives no token or contains a lone surrogate.
     """
     for row, text in enumerate(texts):
         if not text.isascii() and re.search("[\ud800-\udfff]", text):
@@ -351,7 +351,10 @@ def to_batches(data: Any) -> Batches:
 
 
 def _collate(rows: Sequence[Any]) -> Any:
-    """Combine rows of a data set to a batch. Token ids are padded; other rows go through torch's `default_collate`."""
+    """Combine rows of a data set into a batch.
+
+    Token ids are padded to the longest row. Other rows are combined by torch's `default_collate`.
+    """
     first = rows[0]
     if isinstance(first, Mapping) and "input_ids" in first:
         return padded([_unpadded(row) for row in rows], 0)

@@ -244,7 +244,7 @@ def _listing(root: Path, files: Sequence[Path]) -> str:
 def _data_set(name: str, split: Split) -> Content:
     """Read a split of a Hub data set or of parquet files in a folder.
 
-    The split `test` is the validation split of the data if it has one.
+    If the data has a validation split, it is used as the split `test`.
     """
     from datasets import Image as EncodedImage
     from datasets import exceptions, load_dataset

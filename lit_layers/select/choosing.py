@@ -99,8 +99,8 @@ def choose(
         The choice, with test scores only of the chosen layer and the last layer.
 
     Raises:
-        InputError: The rule or metric does not fit the task, or there are too few rows or classes. Also if a probe has
-            not converged, or no layer beats the baseline.
+        InputError: The rule or metric does not fit the task, there are too few rows or classes, a probe has not
+            converged, or no layer beats the baseline.
     """
     options = options or ProbeOptions()
     metrics = METRICS["regression" if num_classes is None else "classification"]

@@ -169,7 +169,7 @@ class LayerClassifier:
         Raises:
             InputError: The inputs have another type, or a text gives no token.
         """
-        # Batches are sorted by length to reduce padding; the last line restores the order of the inputs.
+        # Texts are batched by length to reduce padding. The last line restores the order of the inputs.
         order, rows = [], []
         for indices, batch in self._batches(inputs):
             order += indices
@@ -344,7 +344,7 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that exists, unless it is an earlier export and `overwrite` is set.
 
     Raises:
-        InputError: The folder exists and may not be overwritten, or it is not an export.
+        InputError: The folder exists, and `overwrite` is not set or the folder is not an export.
     """
     if not folder.exists() and not folder.is_symlink():
         return

@@ -170,7 +170,7 @@ class Row(NamedTuple):
 
     text: str
     key: str  # normalised text: equal keys mean equal texts
-    label: Any  # raw label; later the class index, or the value of a regression
+    label: Any  # first the label in the source, then the class index or the value of a regression
     position: int
     origin: str  # file or split, for error messages
 
@@ -210,8 +210,8 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     """Read the rows of a probe task from its source.
 
     Returns:
-        The rows by `train`, `validation` and `test`, without the splits that are held out from `train` later. The class
-        names, or None for a regression. The number of blank rows that were dropped.
+        (rows, class names, number of blank rows that were dropped). The rows are by `train`, `validation` and `test`,
+        without splits that are held out from `train` later. The class names are None for a regression.
     """
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
@@ -370,7 +370,7 @@ def _matching(task: ProbeTask, read: Columns) -> Iterator[int]:
 
 
 def _text(task: ProbeTask, read: Columns, row: int) -> str:
-    """Return the text of a row, empty if it is blank."""
+    """Return the text of a row that was read from the source, or an empty string if it is blank."""
 
     def filled(field: re.Match[str]) -> str:
         value = read.values[field["column"]][row]

@@ -126,7 +126,7 @@ def _find_file(path: Path, split: str) -> Path:
 
 @contextlib.contextmanager
 def open_parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Any]:
-    """Open a parquet file and check that it has these columns."""
+    """Open a parquet file and check that it has the columns that are the keys of `columns`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -218,7 +218,7 @@ class TaskFiles:
         folder: The folder of local data.
         files: A path within the folder, which contains {split} if there are several splits; or a mapping from each
             split to a path or a list of paths.
-        columns: Maps column names of the official data set to those in the files.
+        columns: Maps column names of the official data set to column names in the files.
         where: Maps columns to the value that a row must have to be read.
         options: Options of the task that differ for this copy.
         difference: Description of how the copy differs from the official data, for the result files.
@@ -284,7 +284,7 @@ class Task:
     """A data set and what it is used for: an entry of the catalogue, or a task of the user.
 
     Args:
-        name: Name of the task, unique within its use.
+        name: Name of the task, unique among the tasks with the same `use`.
         source: ORG/NAME[:CONFIG] on the Hub, or files.
     """
 
@@ -294,7 +294,7 @@ class Task:
     copy: TaskFiles | None = field(default=None, init=False, repr=False, compare=False)
 
     def refusal(self, option: str, sentence: str) -> InputError:
-        """Return the error that `sentence`, about an option of this task, is raised with."""
+        """Return the error to raise for an option of this task. `sentence` says what is wrong with it."""
         return InputError(f"task {self.name}: {option}: {sentence}")
 
     def localized(self, folder: str | Path | None) -> Self:
@@ -318,7 +318,10 @@ class Task:
         return task
 
     def checked_options(self, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Check options against the fields of this task's class, except name, source and use, and return them."""
+        """Return the options after checking them against the fields of this task's class.
+
+        The fields `name`, `source` and `use` are not allowed as options.
+        """
         kind = type(self)
         allowed = schema.some_of(kind, without=("name", "source", "use"))
         return schema.check(options, allowed, f"task {self.name}: {where}", f"see the options of {kind.__name__}")

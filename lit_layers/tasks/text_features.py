@@ -99,7 +99,9 @@ class TaskReader:
         return self._encoded(self.data().test.texts, self._max_tokens).tokenizer_hash
 
     def rows(self, model: LayeredModel, *, join_validation: bool) -> TaskRows:
-        """Return the rows for a model, truncated at `max_tokens` or at the model's own limit if that is lower.
+        """Return the tokenized rows of the task for a model.
+
+        Texts are truncated to `max_tokens` tokens, or to the model's own limit if that is lower.
 
         With `join_validation`, train also contains the validation rows.
 
@@ -196,7 +198,7 @@ def text_features(
 
 
 def length_batches(texts: EncodedTexts) -> list[Batch]:
-    """Return batches of texts with similar lengths. The column `row` holds the indices of the texts."""
+    """Return batches of texts with similar lengths. The entry `row` of a batch has the indices of its texts."""
     return [{**batch, "row": torch.tensor(rows)} for rows, batch in texts.batches(BATCH_TOKENS)]
 
 
