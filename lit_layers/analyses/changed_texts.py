@@ -49,7 +49,7 @@ class Invariance(Analysis):
 
     Each text gets `num_views` misprinted copies, its views (`data.make_views`). The model runs once on each view, which
     gives one pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views. `lidar` and
-    `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. For form "cross", `infonce_share`
+    `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. With form "cross", `infonce_share`
     is 1 - loss / log N for N prompts. `lidar_within_over_delta` is the mean variance within prompts, divided by
     `delta`. The tag `num_layers_near_delta` counts the layers where this ratio is below 10; LiDAR says little about
     such a layer. `changed_fraction` is the share of words that a view changes. Records of means over layers have no
@@ -144,7 +144,7 @@ class Invariance(Analysis):
             features = store_features(views)
         layers, chosen = self._comparable(features)
         halves = random_halves(len(chosen), self.num_halves)
-        device = torch.device("cpu") if model.device.type == "mps" else model.device  # MPS has no float64
+        device = torch.device("cpu") if model.device.type == "mps" else model.device  # not MPS, as it has no float64
 
         def layer_values(layer: int) -> _LayerValues:
             vectors = features.layer(layer).unflatten(0, (self.num_views, -1))[:, chosen]

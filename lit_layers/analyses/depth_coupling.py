@@ -219,9 +219,10 @@ class _Blocks:
         norm = final_norm(self.model)
         if self.options.states == "resid" or norm is None or layer < self.model.num_layers:
             return jacobian
-        last = self._token_states(self.trajectory.hidden[layer])[:, None]  # a norm acts on each token separately
+        # Treat each token as a prompt of its own, as the norm acts on each token separately.
+        last = self._token_states(self.trajectory.hidden[layer])[:, None]
         outer = block_jacobian(norm, last, residual=False)
-        # By the chain rule, this is d norm(x + f(x)) / dx - I, where f is the residual branch.
+        # The result is d norm(x + f(x)) / dx - I by the chain rule, where f is the residual branch of the last block.
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:

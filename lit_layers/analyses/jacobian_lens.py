@@ -155,7 +155,7 @@ def _log_rank(logits: Tensor, rows: Rows) -> Tensor:
 
     Each other token with an equal logit adds a half to the rank. The rank is NaN if the logits are not finite.
     """
-    # the number of larger logits minus the number of smaller logits
+    # For each token, the number of logits above that of the true token, minus the number of those below it.
     signs = (logits - logits.gather(1, rows.target[:, None])).sign_().sum(-1)
     rank = (logits.shape[1] + 1 + signs) / 2
     defined = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
@@ -217,8 +217,8 @@ def jacobians_to_last_layer(blocks: Sequence[_Block], hidden: Tensor, positions:
         for block in blocks[:-1]:
             states.append(block(states[-1]))
         jacobians = hidden.new_empty(len(blocks), dim, dim)
-        # The number of rows of J per pass. On a CPU, 8,192 cotangents nearly fit into the cache; a GPU needs large
-        # products.
+        # The number of rows of J that one backward pass computes. On a CPU, 8,192 cotangents nearly fit into the cache.
+        # A GPU needs large products.
         rows_at_once = max(1, (2**13 if hidden.device.type == "cpu" else 2**14) // tokens)
         for rows in torch.arange(dim, device=hidden.device).split(rows_at_once):
             # For each row, start with one unit vector at all positions of the last layer, (rows, 1, tokens, dim), and

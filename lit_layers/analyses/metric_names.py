@@ -1,4 +1,4 @@
-"""The analyses that need no data but batches, and their metrics, by name."""
+"""Find analyses by their names and by those of their metrics; only analyses that need no data but batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast

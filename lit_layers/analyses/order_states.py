@@ -104,7 +104,7 @@ def _compare(states: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
     Return cosine and ratio of norms (2, batch), averaged over the tokens in the mask (batch, tokens). One undefined
     token makes the mean NaN.
     """
-    mask = mask.to(states.device)  # the states were moved to the CPU if the device has no float64
+    mask = mask.to(states.device)  # the CPU, if the device of the model has no float64
     norms, usual_norms = states.norm(dim=-1), usual.norm(dim=-1)
     cosines = (states * usual).sum(-1) / (norms * usual_norms)
     values = torch.stack([cosines.clamp(-1, 1), norms / usual_norms])  # (2, batch, tokens)

@@ -28,8 +28,8 @@ class Rows(NamedTuple):
     If the head gives one prediction per prompt, the rows are the prompts, and `position` is 0.
     """
 
-    prompt: Tensor  # (rows,)
-    position: Tensor  # (rows,)
+    prompt: Tensor  # (rows,) index of the prompt in its batch
+    position: Tensor  # (rows,) position in the prompt
     target: Tensor  # (rows,) NO_LABEL where a row has no label
     per_token: bool
 
@@ -54,8 +54,8 @@ class Sums(NamedTuple):
     loss: Tensor  # (*n, prompts)
     hits: Tensor  # (*n, prompts)
     divergence: Tensor  # (*n, prompts)
-    num_rows: Tensor  # (prompts,)
-    num_labels: Tensor  # (prompts,)
+    num_rows: Tensor  # (prompts,) number of rows of each prompt
+    num_labels: Tensor  # (prompts,) number of rows with a label
 
     @classmethod
     def add_up(cls, values: Tensor, rows: Rows, num_prompts: int) -> "Sums":
@@ -81,7 +81,7 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
         prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
         return Rows(prompt, position, batch["input_ids"].to(prompt.device)[prompt, position + 1], True)
     per_token, num_classes = trajectory.logits.ndim == 3, trajectory.logits.shape[-1]
-    if num_classes == 1:  # its log-softmax is always 0
+    if num_classes == 1:  # the log-softmax of a single output is always 0
         raise InputError(f"{name}: {type(model.model).__name__} gives one number, a regression, and no classes")
     if per_token:
         prompt, position = mask.nonzero().T
@@ -124,7 +124,7 @@ class FullModel:
         self.rows, self._share = rows, log_proba.exp()
         self._negative_entropy = torch.linalg.vecdot(self._share, log_proba)
         nothing = torch.zeros_like(self._negative_entropy).masked_fill(self._negative_entropy.isnan(), torch.nan)
-        # What `scores` returns for these logits themselves.
+        # What `scores` returns for the full model's own logits: its loss and hit, and a divergence of 0.
         self.own_scores = torch.stack([*_loss_and_hit(rows, log_proba), nothing])
 
     def scores(self, logits: Tensor) -> Tensor:

@@ -406,7 +406,7 @@ class StateGeometry(Analysis):
         next `num_rows[1]` to the second, and so on.
         """
         owner = torch.arange(len(num_rows)).repeat_interleave(num_rows)
-        # which states are not finite, (layers + 1, rows)
+        # 1 for tokens whose states are not finite, otherwise 0, (layers + 1, tokens)
         broken = (~rows.isfinite().all(-1)).double()
         num_broken = broken.new_zeros(len(rows), len(num_rows)).index_add_(1, owner, broken)
         _, used = comparable((num_broken == 0) & (num_rows > 0))

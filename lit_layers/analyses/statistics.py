@@ -173,8 +173,9 @@ def missing_tag(what: str, undefined: Tensor | int) -> dict[str, int]:
 def comparable(defined: Tensor) -> tuple[Tensor, Tensor]:
     """Return which layers and which prompts to compare, so that every layer is measured on the same prompts.
 
-    `defined` is (layers, prompts). The layers (layers,) are those at which at least half of the prompts are defined.
-    The prompts (prompts,) are those that are defined at all of these layers.
+    `defined` (layers, prompts) is True where a prompt has a value at a layer. The first mask (layers,) selects the
+    layers at which at least half of the prompts have a value. The second (prompts,) selects the prompts that have a
+    value at all of these layers.
     """
     layers = 2 * defined.sum(-1) >= defined.shape[-1]
     return layers, defined[layers].all(0) & layers.any()
@@ -311,7 +312,7 @@ def layer_records(
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
         spread = None if halves is None else halves[members].mean(0)
         if spread is not None:
-            # Drop halves without a value. They are possible even if the whole set has a value.
+            # Drop halves without a value, which occur even if the set of all prompts has one.
             spread = spread[~spread.isnan()]
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
         yield from half_records(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)

@@ -73,7 +73,7 @@ def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
     The rows of `values` (rows, used tokens) are layers, or a single row for a metric of the whole path. The mask `used`
     (prompts, tokens) says to which prompts the tokens belong.
     """
-    used = used.to(values.device)  # the values were moved to the CPU if the device has no float64
+    used = used.to(values.device)  # the CPU, if the device of the model has no float64
     padded = values.new_full((len(values), *used.shape), torch.nan)
     padded[:, used] = values  # (rows, batch, tokens)
     missing = (padded.isnan() & used).sum(-1)
@@ -170,6 +170,6 @@ def _plane_records(shown: Tensor, points: Tensor, explained: Tensor, tags: dict[
     for axis, share in enumerate(explained.tolist(), start=1):
         yield Record(metric="path_variance", value=share, n=1, tags={**tags, "axis": axis})
     for layer, of_layer in enumerate(points.tolist()):
-        for token, point in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # padded at the end
+        for token, point in zip(shown[shown >= 0].tolist(), of_layer, strict=False):  # skip the padding at the end
             for axis, value in enumerate(point, start=1):
                 yield Record(metric="path", value=value, layer=layer, n=1, tags={**tags, "token": token, "axis": axis})

@@ -316,7 +316,7 @@ class EmergenceCallback(_Scheduled):
         self.measurer.log_steps[step] = self._log_step
         try:
             whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
-        except NoRoomError as error:  # raised on every rank
+        except NoRoomError as error:  # every rank raises it, so none waits for another
             if trainer.is_global_zero:
                 self.measurer.fail(step, self._tokens(trainer, step), str(error), loggers=trainer.loggers)
             return

@@ -306,7 +306,7 @@ class LitImageData(LitStepData):
         is_small = isinstance(images, SmallPictures)
         if is_small and not (self.crop_padding or self.flip or self.rand_augment or self.erasing):
             return None
-        from timm.data import create_transform  # the import takes a second
+        from timm.data import create_transform  # imported only if needed, as it takes a second
         from torchvision.transforms import InterpolationMode, RandomCrop, Resize
 
         options: dict[str, Any] = {"color_jitter": 0.0, "interpolation": "bicubic", "re_mode": "pixel"}

@@ -192,7 +192,7 @@ class LitGlue(LitModule):
 
 @dataclass(kw_only=True)
 class GlueScores(TokenizerMixin, TrainedVariants):
-    """Scores of an encoder on one task of GLUE after fine-tuning in each variant of its block order.
+    """Scores of an encoder on one task of GLUE after fine-tuning with its blocks in several orders (variants).
 
     `task_score` is the mean of the task's metrics. Each metric also has its own record. Records are tagged with the
     variant and with `training` (full or frozen). Each combination of variant and `training` starts from the same

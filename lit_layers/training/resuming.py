@@ -111,7 +111,7 @@ class ResumeCheckpoint(L.Callback):
 
     A checkpoint is written when a step is complete, including its measurements and validation. This happens every
     `every` steps, at the end, and after any rank received SIGTERM. SIGTERM then ends the run with Lightning's
-    `SIGTERMException`. This must be the last callback, so that it saves the final states of the others.
+    `SIGTERMException`. This must be the last callback, so that it saves the final states of all others.
 
     Args:
         root: the run's folder.

@@ -58,7 +58,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = folder.with_name(f".tmp-{folder.name}")
     with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
-            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # left by a killed save
+            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # that a killed save left
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)
@@ -68,7 +68,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
                 shutil.rmtree(folder)
             temporary.rename(folder)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # frees space on a full disk
+            shutil.rmtree(temporary, ignore_errors=True)  # to free space on a full disk
             raise
         sync(folder.parent)
 

@@ -157,7 +157,8 @@ class StepMeasurer:
         if not is_first and (reason := self.ranks.from_first(functools.partial(_refusal, model))) is not None:
             self.ranks.from_first(functools.partial(self.fail, step, tokens, reason, loggers=loggers))
             return
-        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))  # equal on all ranks
+        # All ranks use the hash of the first one, so that they agree on which measurements exist already.
+        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))
         opened = functools.partial(contextlib.nullcontext, Opened(model, fingerprint, provenance or {}))
         visit = Visit(run=str(self.run), step=step, tokens=tokens, analyses=self.analyses, opened=opened)
         for measurement in measure_unless_done([visit], self._store, ranks=self.ranks, on_start=on_start):

@@ -102,12 +102,12 @@ class Fitting(NamedTuple):
     """
 
     features: Tensor  # (layers, rows, dim)
-    labels: Tensor  # (rows,)
+    labels: Tensor  # (rows,) class indices
     test: Tensor  # (layers, test rows, dim)
     layers: Tensor
     num_classes: int
     tags: TagDict
-    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # (log-probabilities, tags, layer) -> records
+    scores: Callable[[Tensor, TagDict, int], Iterable[Record]]  # makes records from (log-probabilities, tags, layer)
     groups: Tensor | None = None  # (rows,) group ids, as in `fit_labellings`
 
 
@@ -124,7 +124,7 @@ def probe_jobs(
 
     With the estimator "watch", the record `probe_c` reports the c of each layer, and `n` its number of training rows.
     """
-    device = torch.device("cpu") if model.device.type == "mps" else model.device  # MPS has no float64
+    device = torch.device("cpu") if model.device.type == "mps" else model.device  # not MPS, as it has no float64
 
     def layer_records(fitting: Fitting, row: int, layer: int) -> list[Record]:
         found = list[Record]()
@@ -159,8 +159,8 @@ class RowScores:
     """A probe's score on each row. For a regression, `losses` are squared errors and the other fields are None."""
 
     losses: Tensor  # (rows,) nats, infinite for a class without training rows; or squared errors
-    hits: Tensor | None = None  # (rows,)
-    predicted: Tensor | None = None  # (rows,)
+    hits: Tensor | None = None  # (rows,) True if the predicted class is right
+    predicted: Tensor | None = None  # (rows,) predicted classes
 
     def row_values(self, metric: str) -> Tensor:
         """Return the values per row of a metric that is a mean over rows."""

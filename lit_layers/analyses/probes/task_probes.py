@@ -158,7 +158,7 @@ class Probe(TaskTexts, ProbeAnalysis):
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3.
 
     Args:
-        fit_on: "train_and_validation", as published, or "train".
+        fit_on: rows to which probes are fitted: "train_and_validation", as in the source, or "train".
         random_labels: whether to fit the control.
         seed: seed of the permuted labels.
 
