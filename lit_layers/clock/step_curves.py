@@ -36,7 +36,7 @@ NORMAL_95 = 3.92  # width of a 95% interval in standard errors
 
 @dataclass(frozen=True, kw_only=True)
 class StepCurve:
-    """One number over the checkpoints of a run.
+    """A curve over training: the values of one quantity at the checkpoints of a run.
 
     `values` and `stderr` belong to the checkpoints in `at`, steps or tokens in ascending order, (checkpoints,) each.
     `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds, checkpoints),
@@ -96,7 +96,8 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     Each run is one seed. Each merged curve also contains the curves of the runs, in `seeds`.
 
     Raises:
-        InputError: if two runs are equal, or were measured with different settings (`refuse_odd_seeds`).
+        InputError: if two runs have the same numbers, or were measured with different options or data
+            (`refuse_odd_seeds`).
     """
     curves = list(curves)
     refuse_odd_seeds(curves)
@@ -107,7 +108,7 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """Return the mean over runs of each curve that two runs or more share.
 
-    Unlike `merge_seeds`, this does not refuse equal runs, as a single metric may be equal in different runs.
+    Unlike `merge_seeds`, this does not refuse runs with equal numbers: a single metric may be equal in different runs.
     """
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
@@ -322,7 +323,7 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Return the statistics over layers of each metric that has 3 layers or more, not counting the embedding.
+    """Return the statistics over layers of each metric that is measured at 3 layers or more, without the embedding.
 
     A metric is left out if its analysis already measured such statistics. The results are in the order of `curves`.
     """

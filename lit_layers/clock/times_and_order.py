@@ -30,8 +30,8 @@ COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before",
 Timed = tuple[StepCurve, EmergenceTimes]
 BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
-FEWEST_COMMON = 5  # curves that two runs must share for a comparison of their orders
-UNDECIDED = 0.05  # if a larger share of the draws leaves an order undecided, its probability is NaN
+FEWEST_COMMON = 5  # curves that two runs must share, so that the orders in which these emerge are compared
+UNDECIDED = 0.05  # if more than this share of draws leave undecided which curve is first, its probability is NaN
 WIDEST = 0.25  # share of the log axis: half-way points with wider intervals are left out of comparisons of orders
 
 

@@ -139,7 +139,9 @@ def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign
 def compressions(
     jacobians: Float[Tensor, "*n blocks dim dim"], factors: Factors, *, count: int
 ) -> Iterator[Float[Tensor, "*n others count count"]]:
-    """Yield `A = U' J V` for each block J, with the leading `count` singular vectors U and V of each of `factors`."""
+    """Yield `A = U' J V` for the Jacobian J of each block, with U and V of each matrix that `factors` decomposes.
+
+    U and V are the leading `count` singular vectors."""
     left, right = factors.left[..., :count], factors.right[..., :count]
     others = right.shape[-3]
     joined = right.movedim(-3, -2).flatten(-2)  # (*n, dim, others * count): one product serves every pair

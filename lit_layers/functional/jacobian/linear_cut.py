@@ -46,7 +46,7 @@ _ENTRIES_ELSEWHERE = 2**27
 
 
 class Linear(NamedTuple):
-    """One linear map of a call on single tokens."""
+    """One linear map in a block that is called on `picked` single tokens."""
 
     input: Tensor  # (picked, .., in), a function of earlier leaves
     weight: Tensor  # (out, in)
@@ -288,10 +288,10 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
 
 
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:
-    """Return d end / d input, (picked, *end, in), for the input of a linear map that `end` depends on.
+    """Return the Jacobian of `end`, a query, key or value, with respect to the input of the linear map it comes from.
 
-    This is forward mode by double backward: the pull-back is linear in its cotangent, so the pull-back of the pull-back
-    carries tangents forward.
+    Shape (picked, *end, in). This is forward mode by double backward: the pull-back is linear in its cotangent, so the
+    pull-back of the pull-back carries tangents forward.
     """
     cotangent = torch.zeros_like(end, requires_grad=True)
     (back,) = torch.autograd.grad(end, linear.output, cotangent, create_graph=True)
