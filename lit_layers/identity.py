@@ -166,7 +166,7 @@ def settings_name(config_hash: str | None, data_hash: str | None) -> str:
 
 
 def settings_of(measurement: Measurement) -> str:
-    """Return the name of a measurement's settings."""
+    """Return the name of a measurement's settings: the options of its analysis and the data."""
     return settings_name(measurement.provenance.get("config_hash"), measurement.provenance.get("data_hash"))
 
 

@@ -155,8 +155,8 @@ class Path:
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return two matrices (steps, steps) for one tensor: cosines, and <a, b> / min(|a|, |b|)^2.
 
-        a and b are the tensor's values in two checkpoints. The second ratio is at least 1 if b is a plus a change that
-        does not point against a. Both are 1 if a or b is all zeros.
+        a and b are the tensor's values in two checkpoints. The second ratio is at least 1 if b contains a as a
+        component: b - a does not point against a. Both are 1 if a or b is all zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -316,7 +316,7 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
     pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
     says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
-    if backwards:  # with 4 or 5 steps the reversed path is equally short, so that two exchanges explain it
+    if backwards:  # with 4 or 5 checkpoints the reversed path is equally short: two exchanges explain it
         return Finding("swapped", f"{says}, and the weights do not show which"), whole.take(order)
     return finding("swapped", says, pairs[0]), whole.take(order)
 
@@ -355,7 +355,10 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
 
 
 def _comes_back(distance: np.ndarray) -> bool:
-    """Return whether the path comes back: two checkpoints are much nearer than one of them is to one between them."""
+    """Return whether the path comes back close to an earlier checkpoint after moving away from it.
+
+    Two checkpoints are then much nearer to each other than one of them is to a checkpoint between them.
+    """
     return any(
         distance[before, after] < RETURN * max(distance[before, index], distance[index, after])
         for before, index, after in itertools.combinations(range(len(distance)), 3)
@@ -456,7 +459,7 @@ def _foreign_steps(path: Path) -> list[int]:
 
     - the rate of change between them, -log(cosine) per optimizer step, is far above the rate within each group,
     - the gap between the groups, in optimizer steps, is not much longer than the gaps within them, and
-    - the later weights are not the earlier weights plus a change.
+    - the later weights do not contain the earlier ones as a component (see `Path.likeness_in`).
     """
     count, numbers = len(path.steps), [one.step or 0 for one in path.steps]
     likeness = [path.likeness_in(name) for name in path.distances] or [(path.cosine, path.cosine)]
@@ -510,10 +513,10 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
 
 
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each tensor that moves much more than the others between the last two checkpoints, and where it is wrong.
+    """Yield each tensor that moves much more than the others between the last two checkpoints.
 
-    Of the last two checkpoints, the wrong one is farther from the third last, relative to the other tensors. The
-    indices of both are yielded if these distances do not decide.
+    With its name comes the index of the checkpoint with the wrong values. It is the one of the last two that is farther
+    from the third last, relative to the other tensors. If these distances do not decide, the indices of both come.
     """
     last = len(path.steps) - 1
     moved = {

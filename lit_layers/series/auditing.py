@@ -162,7 +162,7 @@ def _findings_of_values(
 ) -> list[Finding]:
     """Return the findings of the rules in `audit_weights`, on equal hashes and on the values of weights.
 
-    Checkpoints that are suspect by `findings` or by the first of these rules are not used to judge the others.
+    Checkpoints that `findings` or the first of these rules make suspect are not used to judge the others.
     """
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
@@ -425,7 +425,7 @@ class SeriesMeasurements:
     """The measurements of a series in one run folder, with the verdicts of audits that are recorded in them."""
 
     def __init__(self, root: Path) -> None:
-        self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have been renamed since
+        self.run = run_facts(root).get("run") or root.resolve().name  # the folder may have another name now
         self.store = Store(root / "measurements.jsonl", lineage=lineage_in(root))
 
     def run_of(self, checkpoint: Checkpoint) -> str:
