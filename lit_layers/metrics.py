@@ -183,7 +183,7 @@ class Definition(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a page says about a metric: its title, facts such as its range, and the definition of its function."""
+    """Text of a page on a metric: its title, facts such as its range, and the definition of its function."""
 
     title: str
     facts: dict[str, str]

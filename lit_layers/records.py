@@ -317,7 +317,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """On the first call, repair the last row if a kill cut it, and find the step of the last complete row."""
+        """Repair, on the first call, a last row that a kill cut, and find the step of the last complete row."""
         if self._ready:
             return
         if self.path.exists():

@@ -20,7 +20,7 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class OrderStates(Analysis):
-    """How similar the input of the last blocks stays to that in the full model when the middle blocks are changed.
+    """Similarity of the input of the last blocks to that in the full model, after changes of the middle blocks.
 
     Each variant changes the M middle blocks of T, for example their order, and leaves the last N unchanged (see
     `Interventions`). The last blocks then receive a state x. In the full model they receive y, the state at layer

@@ -244,7 +244,7 @@ Statistic = Literal["mean", "median"]
 
 
 class Monotonicity(NamedTuple):
-    """How steadily a curve rises over layers; see `monotonicity`."""
+    """Statistics of how steadily a curve rises over layers; see `monotonicity`."""
 
     fraction_increasing: float
     spearman: float

@@ -1,4 +1,4 @@
-"""How the states of one layer are distributed in space, and what a block does to a state. All computed in float64.
+"""Geometry of the states of one layer, and effect of a block on a state. All computed in float64.
 
 Points are the rows of a set, for example tokens of many prompts at one layer.
 """

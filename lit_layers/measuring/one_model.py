@@ -123,7 +123,7 @@ def measure_unless_done(
     on_start: Callable[[Visit, Analysis], None] = lambda visit, analysis: None,
     on_error: Callable[[Visit, InputError], None] | None = None,
 ) -> Iterator[Measurement]:
-    """For each checkpoint in turn, run the analyses that have no measurement of it in the store.
+    """Run, for each checkpoint in turn, the analyses that have no measurement of it in the store.
 
     Each measurement is yielded once it is stored. Both training and `analyze` run this loop: in one process, on several
     ranks (only the first rank yields) or in a Ray worker.

@@ -19,7 +19,7 @@ from lit_layers.errors import InputError, refused
 
 @dataclass(frozen=True)
 class Offload:
-    """How to open a model with its blocks on the disk: the folder on the disk and the device that computes.
+    """Options for a model with its blocks on the disk: the folder on the disk and the device that computes.
 
     Blocks are read from the model's safetensors files. Weights stored in another form (a pickle, one tensor per expert)
     are first written to a new folder inside `folder`. That folder is deleted when the model is freed.

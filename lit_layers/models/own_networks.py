@@ -33,7 +33,7 @@ _SIDES = ("image_size", "img_size")
 
 @dataclass(frozen=True)
 class _Facts:
-    """How to call a user's network and where its output has the scores, learned from one call."""
+    """Facts on a user's network, learned from one call: how to call it, and where its output has the scores."""
 
     column: str | None  # name of the argument for token ids or images; None to pass them as the first argument
     config: Any

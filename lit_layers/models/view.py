@@ -63,7 +63,7 @@ class LayeredModel:
 
     @property
     def origin(self) -> str:
-        """Origin of the blocks: "row" of `FAMILIES`, or "structure" if they were found and checked on the weights."""
+        """Way the blocks were found: "row" if a row of `FAMILIES` names them, "structure" if searched and checked."""
         return self.family.origin
 
     @property

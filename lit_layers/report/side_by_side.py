@@ -69,7 +69,7 @@ class Line:
 
     @property
     def interval_over(self) -> str:
-        """What the interval is over: `5 seeds`, `prompts`, or an empty string if there is no interval."""
+        """Source of the interval's spread: `5 seeds`, `prompts`, or an empty string if there is no interval."""
         return f"{self.num_runs} seeds" if self.num_runs > 1 else "prompts" if np.isfinite(self.error).any() else ""
 
 

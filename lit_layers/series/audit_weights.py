@@ -322,7 +322,7 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
 
 
 def _unborrowed(path: Path) -> Path:
-    """Return the path without tensors copied from another checkpoint, which make the two checkpoints seem close."""
+    """Return the path with distances from fewer tensors: without those copied from another checkpoint."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 

@@ -1,1 +1,1 @@
-"""Whether and when a curve over training steps emerges, from curves drawn from the posterior given its values."""
+"""Emergence of a curve over training steps: whether and when, from samples of the posterior given its values."""

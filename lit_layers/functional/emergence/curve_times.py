@@ -50,7 +50,7 @@ class Time(NamedTuple):
 
 @dataclass(frozen=True)
 class EmergenceTimes:
-    """Whether and when a curve changes; see `emergence_times`.
+    """Result of `emergence_times`: whether and when a curve changes.
 
     `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. If a curve returns to its first level,
     `changes` is True but `emerges` is False. `before` is True if the curve may already be changing at its first
