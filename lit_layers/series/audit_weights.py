@@ -21,14 +21,17 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # Detour of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
 # trainings, mostly 1.4 to 2. A checkpoint below the limit is off the path.
 LINE = 0.5
-TENSOR_LINE = 0.5  # the same limit for the detour of one tensor
-FAR_LESS = 0.6  # a detour is a fault only if it is below this share of the next smallest detour
-RETURN = 0.6  # limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for a < b < c: healthy from 0.67
-# Exchanging two checkpoints changes the distances to their neighbours. Limits of the sum of these distances after the
-# exchange, relative to before: healthy from 0.96, or from 0.85 if one of the two is the first or last checkpoint.
+TENSOR_LINE = 0.5  # limit of the detour if it is computed from one tensor alone
+FAR_LESS = 0.6  # a detour below its limit is a fault only if it is also less than this share of every other detour
+# Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
+# returned to old values. Healthy trainings have at least 0.67.
+RETURN = 0.6
+# Exchanging two checkpoints changes their distances to their neighbours. Two checkpoints may have been swapped if the
+# exchange multiplies the sum of these distances by less than SWAP. Healthy trainings have at least 0.96. The limit is
+# SWAP_AT_END if one of the two is the first or last checkpoint, where healthy trainings have at least 0.85.
 SWAP, SWAP_AT_END = 0.9, 0.8
-# Limit of 1 - cosine between a checkpoint and its nearer neighbour, relative to the median over all other checkpoints:
-# healthy to 0.84, a checkpoint of another training from 0.97.
+# Limit of 1 - cosine between a checkpoint and its nearer neighbour, relative to the median over all other checkpoints.
+# Healthy trainings have at most 0.84, and a checkpoint of another training has at least 0.97.
 STRANGER = 0.9
 # A checkpoint is unlike its two neighbours if the cosine between the neighbours is above ALIKE, and its own cosines to
 # both are below UNLIKE times that cosine.
@@ -37,7 +40,9 @@ UNLIKE, ALIKE = 0.3, 0.25
 # were at most 0.09. FASTER: two groups of checkpoints are two trainings if weights change more than this many times
 # faster between the groups than within each.
 STRANGERS, FASTER = 0.15, 5.0
-JUMP = 5.0  # limit of |w[-1] - w[-2]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor: healthy to 1.6
+# Limit of |w[-1] - w[-2]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor. Healthy trainings have at most
+# 1.6.
+JUMP = 5.0
 FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor
 OUTSIZED = 100.0  # limit of a matrix's norm over the larger norm at its neighbours; a flipped exponent bit exceeds it
 SEVERAL = 16  # smaller tensors are not compared, because few values may be equal by chance
@@ -60,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Listed:
-    """The lists of weight files of the chosen checkpoints, the last step and `main` of a series."""
+    """The weight files of each chosen checkpoint of a series, of its last step and of its branch `main`."""
 
     series: Series
     chosen: Sequence[Checkpoint]
@@ -70,7 +75,7 @@ class Listed:
 
     @classmethod
     def read(cls, series: Series, chosen: Sequence[Checkpoint]) -> "Listed":
-        """Read the lists of files; on the Hub, several are requested at a time."""
+        """List the files of each checkpoint; on the Hub, several lists are requested at a time."""
         ends = filter(None, (series.listing.last, series.listing.main))
         compared = {one.name: one for one in (*ends, *chosen)}
         hashes = ask_all(_hashes_of, compared.values())
@@ -113,9 +118,10 @@ class Path:
 
     @classmethod
     def make(cls, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], *, vectors: bool = False) -> "Path":
-        """Return the path of these checkpoints, from the tensors that have the same shape in all of them.
+        """Return the path of these checkpoints through the space of weights.
 
-        It has only the matrices, or with `vectors` only the other tensors, such as biases.
+        Only tensors with the same shape in all checkpoints are used. Of these, the matrices are used, or with `vectors`
+        only the other tensors, such as biases.
         """
         import torch
 
@@ -155,8 +161,8 @@ class Path:
     def likeness_in(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return two matrices (steps, steps) for one tensor: cosines, and <a, b> / min(|a|, |b|)^2.
 
-        a and b are the tensor's values in two checkpoints. The second ratio is at least 1 if b contains a as a
-        component: b - a does not point against a. Both are 1 if a or b is all zeros.
+        a and b are the tensor's values in two checkpoints. For |a| <= |b|, the second ratio is at least 1 exactly if
+        <a, b - a> >= 0: b is a plus a change that does not point against a. Both ratios are 1 if a or b is all zeros.
         """
         inner, squares = self.products[name], np.diag(self.products[name])
         least, lengths = np.minimum.outer(squares, squares), np.sqrt(np.multiply.outer(squares, squares))
@@ -169,7 +175,7 @@ class Path:
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
     def drop(self, names: Collection[str]) -> "Path":
-        """Return the path without these tensors, or the whole path if no tensor would be left."""
+        """Return the path of the same checkpoints without these tensors, or `self` if no tensor would be left."""
         rest = {name: products for name, products in self.products.items() if name not in names}
         return replace(self, products=rest or self.products)
 
@@ -291,10 +297,10 @@ def path_findings(path: Path) -> list[Finding]:
 
 
 def swapped(whole: Path) -> tuple[Finding, Path] | None:
-    """Find two checkpoints that were swapped: their exchange makes the path shorter and free of other faults.
+    """Find two checkpoints that were swapped: exchanging them makes the path shorter and free of other faults.
 
-    Return the finding and the path after the exchange. The finding names no checkpoint if the exchange of two others
-    gives the same path backwards.
+    Return the finding and the path after the exchange. With four or five checkpoints, exchanging another pair can give
+    the same path backwards. The weights then do not show which pair was swapped, and the finding names no checkpoint.
     """
     path = _unborrowed(whole)
     count = len(path.steps)
@@ -306,7 +312,8 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
         _detour(after.distance, index) < LINE for index in range(1, count - 1)
     )
-    regular &= after.turns < path.turns  # must hold for normalized weights: a change of the norm is not an exchange
+    # The path must get shorter even if all checkpoints are scaled to one norm. Otherwise only the norm has changed.
+    regular &= after.turns < path.turns
     for index, neighbour in ((best.first, 1), (best.second, count - 2)):
         regular &= not _is_stranger(after.cosine[index], index)
         if index in (0, count - 1):  # a long distance at an end shows a checkpoint of another training, not an exchange
@@ -316,13 +323,13 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
     pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
     says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
-    if backwards:  # with 4 or 5 checkpoints the reversed path is equally short: two exchanges explain it
+    if backwards:  # exchanging another pair gives the same path in the opposite direction
         return Finding("swapped", f"{says}, and the weights do not show which"), whole.take(order)
     return finding("swapped", says, pairs[0]), whole.take(order)
 
 
 def _unborrowed(path: Path) -> Path:
-    """Return the path with distances from fewer tensors: without those copied from another checkpoint."""
+    """Return the path without the tensors that a checkpoint has from another checkpoint."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
@@ -341,11 +348,14 @@ class _Exchange(NamedTuple):
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
-    """Yield each exchange of two checkpoints with its effect on the path's length; none for fewer than four."""
+    """Yield each exchange of two checkpoints, with its effect on the length of the path through all checkpoints.
+
+    Nothing is yielded for fewer than four checkpoints.
+    """
     count = len(distance)
     for first, second in itertools.combinations(range(count), 2) if count >= 4 else ():
         if (first, second) in ((0, 1), (count - 2, count - 1)):
-            continue  # an averaged checkpoint, or a last one that hardly moves, looks like this exchange
+            continue  # these two look swapped if one is an average, or if the weights hardly move at the end
         edges = np.unique(np.clip([first - 1, first, second - 1, second], 0, count - 2))
         order = np.arange(count)
         order[[first, second]] = second, first
@@ -413,10 +423,11 @@ def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Se
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
-    """Find tensors that move away and return to their values in an earlier checkpoint.
+    """Find tensors that change and later have their values of an earlier checkpoint again.
 
-    Return the names of the tensors, by the indices of the checkpoints in which they are equal. Checkpoints in `strange`
-    are left out, and so are tensors that are equal in most checkpoints, because these were never trained.
+    Return the names of the tensors, by the indices of the checkpoints in which they are equal. `strange` holds the
+    indices of checkpoints that are left out. Tensors that are equal in most checkpoints were never trained, and are
+    left out as well.
     """
     borrowed: dict[tuple[int, ...], list[str]] = {}
     usable = [index for index in range(len(path.steps)) if index not in strange]
@@ -493,7 +504,8 @@ def _foreign_steps(path: Path) -> list[int]:
 def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Finding]:
     count = len(path.steps)
     judged = {name: distance for name, distance in path.distances.items() if name not in without}
-    # names of the tensors off the path, by the indices of the one or two checkpoints that may be wrong
+    # names of tensors with values that do not fit between those of the neighbouring checkpoints, by the indices of the
+    # one or two checkpoints that may be wrong
     off: dict[tuple[int, ...], list[str]] = {}
     for name, distance in judged.items():
         detours = {index: _detour(distance, index) for index in range(1, count - 1)}
@@ -502,7 +514,8 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
             is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
             if least > path.rounding * path.norms[name][index] and is_off:
                 off.setdefault((index,), []).append(name)
-    before = off.get((count - 2,), ())  # off the path at the last but one: the move back at the last is not a jump
+    # If a tensor is wrong in the last but one checkpoint, its return to right values in the last one is not a jump.
+    before = off.get((count - 2,), ())
     for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(indices, []).append(name)
     for indices, names in sorted(off.items()):
@@ -513,10 +526,10 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
 
 
 def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each tensor that moves much more than the others between the last two checkpoints.
+    """Yield the name of each tensor that moves much more than the others between the last two checkpoints.
 
-    With its name comes the index of the checkpoint with the wrong values. It is the one of the last two that is farther
-    from the third last, relative to the other tensors. If these distances do not decide, the indices of both come.
+    Each name comes with the index of the checkpoint with wrong values. Of the last two checkpoints, this is the one
+    farther from the third last, relative to the median tensor. Both indices are given if the distances are similar.
     """
     last = len(path.steps) - 1
     moved = {

@@ -160,9 +160,9 @@ def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
 def _findings_of_values(
     listed: Listed, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], findings: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the findings of the rules in `audit_weights`, on equal hashes and on the values of weights.
+    """Return the findings on copied weights, broken or outsized values, and the path through the space of weights.
 
-    Checkpoints that `findings` or the first of these rules make suspect are not used to judge the others.
+    The path leaves out the checkpoints that `findings` or the findings on copies and values make suspect.
     """
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
@@ -242,9 +242,10 @@ def gaps(listed: Listed) -> Iterator[Finding]:
 
 
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the missing steps of each hole between two checkpoints.
+    """Yield the missing steps of each hole in an even spacing.
 
-    A hole is a distance between two steps that is a multiple of the equal distances before and after it.
+    Two neighbouring steps have a hole between them if their distance is 2, 3, ... times the distance of the two steps
+    before and of the two steps after. These two distances must be equal.
     """
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for index in range(1, len(widths) - 1):
@@ -453,9 +454,10 @@ class SeriesMeasurements:
             self._refuse_another_model(run, [one for one in checkpoints if self.run_of(one) == run], weights)
 
     def verdict(self, checkpoint: Checkpoint, today: str, *, whole: bool) -> str:
-        """Return the verdict `today`, or the verdict of an earlier audit that found the same files suspect.
+        """Return the verdict of this audit (`today`), or that of an earlier audit that found the same files suspect.
 
-        An earlier suspicion ends only by an audit of the whole series (`whole`) that has read the checkpoint's weights.
+        The earlier verdict is dropped if this audit also finds the checkpoint suspect. Otherwise it is dropped only if
+        this audit covers the whole series (`whole`) and has read the checkpoint's weights.
         """
         if is_suspect(today) or (whole and "(level: listing)" not in today):
             return today

@@ -165,7 +165,7 @@ class Checkpoint:
         return self.source.load(self.fetch(), dtype or torch.float32, offload)
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json; empty if it is damaged, which `load` refuses."""
+        """Return the content of config.json, or an empty dictionary if the file is missing or damaged."""
         try:
             config = json.loads(self.source.read("config.json"))
         except (ValueError, LookupError, OSError):

@@ -72,7 +72,7 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts, digest and samples of one checkpoint's tensors.
+    """Names, shapes and norms of one checkpoint's tensors, with a hash and samples of their values.
 
     `digest` hashes the names, shapes and values of the tensors, with the values converted to float32. It does not
     change if the same values are stored in other files or in another precision. `samples` has up to `NUM_SAMPLES`
@@ -260,7 +260,7 @@ class Source(ABC):
         return True
 
     def identity(self) -> Any:
-        """Return a value that changes if the weights do: their listed hashes, for which no weights are read."""
+        """Return a value that changes if the weights change; it is found without reading the weights."""
         return self.weights()
 
     def tensors(self) -> Iterator[tuple[str, "Tensor"]]:

@@ -129,7 +129,8 @@ class NetworkTensors:
             if name in own and shape and shape[0] == self.rows:
                 own[name] = own[name][: shape[0]]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        names = self.shapes.keys() | (shapes.keys() if prefix else set())  # without prefix, other tensors are ignored
+        # An empty prefix selects all tensors of the file: those that do not belong to the network are ignored.
+        names = self.shapes.keys() | (shapes.keys() if prefix else set())
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
             raise InputError(
@@ -223,7 +224,8 @@ class LightningCheckpoints(_LocalSeries):
         for path in paths:
             by_step.setdefault(read_lightning(path)["global_step"], path)
         prefix = ""
-        # Two files are checked: only in the last does an average of the weights differ from the weights themselves.
+        # Check the first and the last file. A submodule with averaged weights may equal the network in the first file,
+        # and differs from the network in the last one.
         for step in sorted({min(by_step), max(by_step)}):
             prefix = expected.prefix_in(by_step[step], self.model)
         return Listing(

@@ -108,8 +108,9 @@ class HubRevisions(Series):
     Args:
         repo: ORGANIZATION/NAME.
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
-        grammar: how branches are named. auto recognises the known grammars; for a training in stages that count from 0
-            again it takes the first stage. A template such as `stage2-ingredient1-step{step}-*` takes another stage.
+        grammar: how branches are named. auto recognises the known grammars. If a training has several stages that
+            each count their steps from 0, auto takes the first stage. A template such as
+            `stage2-ingredient1-step{step}-*` takes another stage.
         manifest: a file with tokens per step and suspect steps; None: the package's own, if one has the repository.
         name: name of the series, if the repository holds several trainings.
     """
@@ -148,7 +149,10 @@ class HubRevisions(Series):
         )
 
     def _branches(self, hub: Hub, known: str | list[str] | None) -> tuple[list[_Step], Source | None]:
-        """Return each step with its source, for a repository whose branches are steps, and the source of `main`."""
+        """Return each branch that is a step, with its source, and the source of the branch `main`.
+
+        `known` is the grammar that the manifest gives for the names of branches, or a list of several.
+        """
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
         main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # [:1]: only the grammar of the first training
@@ -161,7 +165,7 @@ class HubRevisions(Series):
     def _repositories(self, hub: Hub, template: str, steps: Sequence[int]) -> tuple[list[_Step], Source]:
         """Return each step with its source, for a series with one repository per step, and the source of `self.repo`.
 
-        The series uses the second result as its `main`.
+        The repository `self.repo` has the role that the branch `main` has in other series.
         """
         named = template.replace("{repo}", self.repo)
         names = [named.replace("{step}", f"{each}").replace("{thousands}", f"{each // 1000}") for each in steps]
@@ -182,7 +186,8 @@ class Models(Series):
         tokenizers: tokenizers by model, named as in `models`, for models without a tokenizer.json.
 
     Raises:
-        InputError: `models` is empty, or, on first use, no model is available; the message says why the first is not.
+        InputError: `models` is empty, or, on first use, no model is available. The message then says why the first
+            model is not available.
     """
 
     def __init__(
@@ -283,9 +288,10 @@ def open_series(
 
 
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
-    """Return the series of a repository: one for each training whose grammar its manifest entry lists.
+    """Return the series of a repository: one, or one per training if the repository has several.
 
-    There is only one series if `grammar` chooses a training.
+    The manifest then lists one grammar (pattern of branch names) per training. There is only one series if `grammar` is
+    not `auto`.
     """
     known = known_facts(repo, manifest).grammar
     if grammar != "auto" or not isinstance(known, list):
@@ -305,7 +311,7 @@ def find_checkpoint(name: str) -> Checkpoint:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
-        # Look for the folder in a series in its parent folder, which knows the checkpoint's step and tokens.
+        # Only a series knows the step and tokens of a checkpoint. The parent folder may be a series with this folder.
         single = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
         return _member(StepFolders(folder.parent), folder.name) or single
     if folder.suffix == ".ckpt" and folder.is_file():
