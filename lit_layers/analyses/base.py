@@ -78,9 +78,9 @@ def joined(updates: Sequence[Values]) -> Values:
 class Analysis(ABC):
     """One way to measure every layer of a model.
 
-    `update` runs once per microbatch, on the rank that holds it. `compute` runs once per checkpoint, on the values of
-    all prompts. When they run, the options of the preset are already set on `self`. Neither knows of ranks, files or
-    other analyses.
+    `update` runs once per microbatch, on the rank that holds the microbatch. `compute` runs once per checkpoint, on the
+    values of all prompts. Neither method knows of ranks, files or other analyses. If an analysis has an option
+    `preset`, the options of the preset (`PRESETS`) are set on `self` before both methods run.
 
     Subclasses are dataclasses. Their fields are the options of a recipe and, together with `name`, determine every
     number. Constructors are cheap, and data loads on first use. `name` is unique within a run, e.g. `probe/ag_news`.
@@ -222,7 +222,7 @@ class Analysis(ABC):
         return tags
 
     def check_fields(self) -> None:
-        """Check the options against their `Literal` types and against `LEAST`.
+        """Check each option against its `Literal` type and against its smallest allowed value in `LEAST`.
 
         Raises:
             InputError: naming the option and its allowed values.

@@ -118,7 +118,7 @@ class Invariance(Analysis):
         self._encoded_for(model)
 
     def data_hash(self) -> str | None:
-        """Return a hash of the texts and of the token ids of their views."""
+        """Return a hash of the texts and of the token ids of their misprinted copies (views)."""
         ids = self._encode(self.max_tokens).content_hash()
         return hashlib.sha256(f"{self.texts.content_hash()}/{ids}".encode()).hexdigest()[:16]
 
@@ -128,7 +128,7 @@ class Invariance(Analysis):
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the views to read.
 
-        If their vectors are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        The dict is empty if their vectors are too large to send between ranks. `jobs` then runs the model itself.
         """
         is_large = vector_bytes(model, len(self.texts.texts()) * self.num_views) > MAX_SENT
         return {} if is_large else {"views": Rows(length_batches(self._encoded_for(model)))}

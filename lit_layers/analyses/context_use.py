@@ -248,7 +248,7 @@ class NgramAgreement(Analysis):
     The readout applies the model's own norm and head. The tag `order` is the n of the n-grams. The divergence is
     averaged over `num_tokens` tokens of each prompt, evenly spread from its second token on. It is then averaged over
     prompts, with intervals. Records of means over layers 1..L have no `layer`. `random_ngram_divergence`, for orders
-    above 1, compares each token with the n-gram of another token of the prompt. A divergence below it shows that the
+    above 1, compares each token with the n-gram of another token of the prompt. If `ngram_divergence` is lower, the
     prediction uses the preceding tokens. The tag `num_undefined_tokens` counts tokens whose context does not occur in
     the corpus, as counts are not smoothed. The model runs in float32 or wider.
 
@@ -258,7 +258,8 @@ class NgramAgreement(Analysis):
         batches: the data to measure on.
         corpus: the data in which n-grams are counted: windows of the training text, as many as affordable.
         orders: orders of the n-grams, 1 to 3.
-        num_tokens: tokens per prompt; each is read out once per layer, 13 x 8 x 2 x 768 x 50,257 FLOP in GPT-2 small.
+        num_tokens: tokens per prompt. Each is read out once per layer. In GPT-2 small, a prompt takes 13 layers x 8
+            tokens x 2 x 768 x 50,257 FLOP.
     """
 
     SEES: ClassVar = "text"
@@ -280,9 +281,10 @@ class NgramAgreement(Analysis):
         return {key: torch.stack([prompt[key] for prompt in prompts], 1) for key in prompts[0]}
 
     def _prompt_values(self, seen: Trajectory, row: int, ids: list[int]) -> dict[Key, Tensor]:
-        """Return the values of one prompt, keyed by metric and order of the n-grams.
+        """Return the values (layers + 1,) of one prompt, keyed by metric and order of the n-grams.
 
-        They are the mean over its measured tokens (layers + 1,), and the number of tokens without a value.
+        A value is the mean over the measured tokens of the prompt. A key that ends with "missing" holds the number of
+        tokens without a value.
         """
         positions = evenly_spread(1, len(ids) - 1, self.num_tokens) if len(ids) > 1 else []
         compared: dict[Key, list[Distribution | None]] = {}

@@ -47,7 +47,8 @@ class Coupling(Analysis):
     - `coupling_by_distance`, the mean over pairs whose blocks are `distance` (tag) apart;
     - `coupling_pair`, the value of one pair: `layer` is its first block, and `other_layer` gives the bases;
     - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 if unrelated, 1 if shared);
-    - `min_gap`, and `num_tied`, the number of Jacobians whose leading directions are not well determined.
+    - `min_gap`, the smallest gap between neighbouring singular values, relative to the largest one;
+    - `num_tied`, the number of Jacobians whose gap is below 1e-4, so that their directions are not well determined.
 
     Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and
     `spectrum_r_squared`, of a line through 1 / the largest singular value of each block.
@@ -117,10 +118,10 @@ class Coupling(Analysis):
         yield from summarize_all(samples)
 
     def preset_options(self, preset: str, model: LayeredModel) -> dict[str, Any]:
-        """Return the options of a preset.
+        """Return the options that a preset sets.
 
-        For images, the authors' script measures the first image of its batch on the blocks' own outputs, without the
-        final norm.
+        For images, "released_code" measures the last patch of the first image, without the final norm. The published
+        script of Aubry et al. does the same.
         """
         image_options = {"states": "resid", "token": "last_patch", "num_prompts": 1}
         return {**self.PRESETS[preset], **(image_options if model.family.sees_images else {})}
@@ -210,9 +211,9 @@ class _Blocks:
         return hidden[prompts, self.positions].flatten(0, 1)  # (prompts x tokens, dim)
 
     def _jacobian(self, layer: int) -> Tensor:
-        """Return the block's Jacobians from each measured token to itself.
+        """Return the Jacobian of a block from each measured token to itself, (prompts x tokens, dim, dim).
 
-        With "hf" states, those of the last block include the final norm.
+        With `states="hf"`, the last block includes the final norm.
         """
         block, before, mask = self.trajectory.block(layer), self.trajectory.hidden[layer - 1], self.trajectory.mask
         jacobian = block_jacobian(block, before, out_tokens=self.tokens, mask=mask).flatten(0, 1)
@@ -226,11 +227,10 @@ class _Blocks:
         return outer @ jacobian + outer - torch.eye(self.model.dim).to(outer)
 
     def _carry(self, layer: int, jacobian: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance the linearized rollout by one block.
+        """Multiply the vectors `carried` by I + J, with the block's Jacobian J (see `linearized_rollout`).
 
         Returns:
-            The cosines between the carried vectors and the states after the block, and the vectors carried through it.
-                See `linearized_rollout`.
+            The cosines between the products and the model's states after the block, and the products.
         """
         is_last = layer == self.model.num_layers
         after = convert_states(self.model, self.options.states, layer, self.trajectory.hidden[layer])
@@ -300,7 +300,7 @@ def _complete_means(metric: str, means: Tensor, members: Tensor, kind: str, tags
 
 
 def _means(metric: str, values: Tensor, tokens: int, *, tags: Tags | None = None, **kw: Any) -> Sample:
-    """Return the sample of each prompt's mean over its measured tokens, without undefined ones.
+    """Return the mean over the measured tokens of each prompt, as a `Sample`. Undefined tokens are left out.
 
     `values` (prompts x tokens,) holds the `tokens` values of the first prompt, then those of the second, and so on.
     """

@@ -81,7 +81,7 @@ class JacobianLens(Analysis):
             )
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return nothing: a lens must be fitted on the first prompts before it reads the others."""
+        """Return an empty dict: a lens must be fitted on the first prompts before it reads the others."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:

@@ -1,4 +1,4 @@
-"""Similarity of the states after middle blocks in another order to those of the full model."""
+"""How similar the states after changed middle blocks are to the states of the full model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class OrderStates(Analysis):
-    """Similarity of the input of the last blocks to that in the full model, after changes of the middle blocks.
+    """Similarity of the states that the last blocks receive, with changed middle blocks and in the full model.
 
-    Each variant changes the M middle blocks of T, for example their order, and leaves the last N unchanged (see
-    `Interventions`). The last blocks then receive a state x. In the full model they receive y, the state at layer
-    T - N.
+    A variant of the model changes its middle blocks, for example their order, and leaves the last N of its T blocks
+    unchanged (see `Interventions`). In the variant, the last N blocks receive the state x. In the full model they
+    receive y, the state at layer T - N. If N = 0, x and y are the states that the readout receives.
+
     `ending_input_cosine` is the cosine of x and y, and `ending_input_norm_ratio` is |x| / |y|. Both are averaged over
-    each prompt's real tokens, then over prompts, with intervals; both are 1 for the full model. If N = 0, x and y are
-    the states that the readout receives. A prompt is left out and counted in `num_undefined` if a token has a zero or
-    non-finite state.
+    each prompt's real tokens, then over prompts, with intervals. Both are 1 for the full model. A prompt is left out
+    and counted in `num_undefined` if a token has a zero or non-finite state.
 
     For random orders, the mean over seeds is taken within each prompt. Tags are those of `Interventions`. Blocks run as
-    in `running_order`. If several variants begin with the same blocks, these run only once per batch. The model runs in
-    float32 or wider; cosines and norms are in float64.
+    in `running_order`. If several variants begin with the same blocks, these blocks run only once per batch. The model
+    runs in float32 or wider; cosines and norms are in float64.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, A.4, asks why repeating a middle block harms
     more than skipping the middle; these numbers are ours.
@@ -43,7 +43,7 @@ class OrderStates(Analysis):
         middles: numbers of middle blocks. None means all that are possible.
         seeds: seeds of random orders.
         loops: numbers of loops of the variant looped_parallel.
-        drop_first: how many first tokens to leave out; they are mostly sinks, whose norm is unlike all others.
+        drop_first: how many first tokens to leave out. They are mostly attention sinks, with a norm unlike all others.
     """
 
     batches: Batches
@@ -61,9 +61,10 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return each variant with the schedule of its blocks up to the end of the middle ones, and a layer.
+        """Return each variant, its schedule without the last N blocks, and the layer T - N.
 
-        The state at this layer of the full model is what its last blocks receive.
+        T is the number of blocks. The variant leaves the last N blocks unchanged. In the full model, they receive the
+        state at layer T - N.
         """
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []

@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
     @property
     def index(self) -> tuple[Tensor, ...]:
-        """Return the index of the rows in logits, or in the states that are read out."""
+        """Return the index that selects the rows from logits, and equally from hidden states."""
         return (self.prompt, self.position) if self.per_token else (self.prompt,)
 
     @property
@@ -185,7 +185,7 @@ class ReadoutAnalysis(Analysis):
 
     @abstractmethod
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
-        """Return layer and tags of each readout, in the order of the sums."""
+        """Return layer and tags of each readout, in the order of the first dimension of `Sums.loss`."""
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
         if self.dtype == "float32":

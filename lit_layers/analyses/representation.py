@@ -131,7 +131,10 @@ class Representation(Analysis):
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
-        """Return the values (batch,) of one layer by metric, normalization and drop_first, and the pooled vectors."""
+        """Return the values (batch,) of one layer, keyed by metric, normalization and drop_first.
+
+        The key `POOLED` holds the pooled vectors (dim, batch).
+        """
         values: dict[Key, Tensor] = {}
         # With these options, entropies need the entries of the Gram matrix; singular values are not enough.
         needs_entries = self.clamp or (self.alpha == 2 and self.alpha2 == "frobenius")
@@ -216,13 +219,14 @@ class Representation(Analysis):
 
 @dataclass(kw_only=True)
 class StateMetric(Analysis):
-    """A function of the hidden states at every layer, and its mean over layers 1..L, a record without a layer.
+    """The value of a function of the hidden states, at every layer.
 
     The function takes the states of one layer in float64, `(points, dim) -> ()`, and returns NaN if undefined. The
-    metric has the function's name, and a row of that name in `lit_layers.metrics` gives it a title.
+    metric has the function's name, and a row of that name in `lit_layers.metrics` gives it a title. One more record,
+    without a layer, is the mean over layers 1..L.
 
     The points are the real tokens of a prompt without the first `drop_first`. Values are averaged over prompts, with
-    bootstrap intervals over them.
+    bootstrap intervals over prompts.
 
     Args:
         metric: the function, from `lit_layers.functional` or your own code (`--code`). A recipe gives its import path,
@@ -230,9 +234,10 @@ class StateMetric(Analysis):
         batches: the data to measure on.
         name: name of the analysis; by default that of the function.
         options: keyword arguments of the function; they become tags. A function with the argument `undefined`, such as
-            those of `lit_layers.functional`, receives "nan" for it.
+            those of `lit_layers.functional`, is called with `undefined="nan"`.
         drop_first: how many first tokens to leave out.
-        states: the convention for states.
+        states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
+            every layer.
     """
 
     metric: Callable[..., Any]  # not `Callable[..., Tensor]`, which would limit recipes to annotated functions
@@ -353,7 +358,8 @@ class StateGeometry(Analysis):
         drop_first: how many first tokens, mostly sinks, to leave out of everything but `massive_activation`.
         first_rank, last_rank: range of eigenvalues to which `alpha_req` is fitted.
         num_halves: number of halves for intervals. With 0, there are no intervals.
-        states: the convention for states.
+        states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
+            every layer.
     """
 
     LEAST: ClassVar = {"first_rank": 1, "last_rank": 2}
@@ -368,9 +374,10 @@ class StateGeometry(Analysis):
     states: States = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the values of each prompt, and the states of the set of tokens (layers + 1, dim, tokens).
+        """Return the values of each prompt, and the states of up to `num_tokens` evenly spread tokens of each prompt.
 
-        `num_rows` (prompts,) is how many of these tokens belong to each prompt.
+        `rows` (layers + 1, dim, tokens) holds these states, prompt by prompt. `num_rows` (prompts,) is the number of
+        these tokens in each prompt.
         """
         mask = seen.mask
         chosen = _spread_tokens(mask, self.drop_first, self.num_tokens)
@@ -467,7 +474,8 @@ class PooledStates(Analysis):
         batches: the data to measure on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are stored per checkpoint.
         pooling: how a prompt's tokens become one vector.
         num_halves: number of halves for intervals. With 0, there are no intervals.
-        states: the convention for states.
+        states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
+            every layer.
     """
 
     batches: Batches
@@ -521,11 +529,12 @@ class LayerSimilarity(Analysis):
 
     Args:
         batches: the data to measure on.
-        num_tokens: evenly spread tokens per prompt for the alignment. The rows of all layers are held in memory: 128
+        num_tokens: evenly spread tokens per prompt for `layer_cka`. Their states at all layers are held in memory: 128
             prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
-        drop_first: how many first tokens to leave out; mostly sinks, whose norm dominates "flattened" and the
-            alignment.
-        states: the convention for states.
+        drop_first: how many first tokens to leave out. They are mostly attention sinks, whose norm dominates
+            `layer_cka` and the mode "flattened".
+        states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
+            every layer.
     """
 
     batches: Batches
@@ -535,7 +544,11 @@ class LayerSimilarity(Analysis):
     states: States = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the cosines of each prompt's layers, and the rows of the alignment (layers + 1, dim, rows)."""
+        """Return the cosines between all layers within each prompt, and the states from which `layer_cka` is computed.
+
+        The key of the cosines (layers + 1, layers + 1, prompts) is their mode. `rows` (layers + 1, dim, rows) holds the
+        states, prompt by prompt. `num_rows` (prompts,) counts those of each prompt.
+        """
         mask = drop_first_tokens(seen.mask, self.drop_first)
         left = mask.any(-1)
         hidden, mask = torch.stack([states[left] for states in states_of_layers(seen, self.states)]), mask[left]

@@ -219,8 +219,8 @@ def summarize_ratio(
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
     `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
-    `counted` holds the sum of the counts. If no prompt is left and `layer` is given, the list is empty. Without a
-    `layer`, the values describe the whole model, and the record's value is NaN.
+    `counted` holds the sum of the counts. If no prompt is left, the list is empty for a `layer`, and has one record
+    with the value NaN for the whole model (`layer=None`).
     """
     nonempty = counts > 0
     defined = nonempty & sums.isfinite()
@@ -244,8 +244,8 @@ def rounding_records(
 ) -> Iterator[Record]:
     """Yield the mean and the largest absolute difference between values in bfloat16 and in float32.
 
-    `differences` has one entry per prompt, text or row; entries that are not finite are left out and counted. If none
-    is finite, the value is NaN, also at a layer, so that a failed check is visible.
+    `differences` has one entry per prompt, text or row. Entries that are not finite are left out and counted. If no
+    entry is finite, both records have the value NaN, so that the failed comparison is visible.
     """
     finite = differences.isfinite()
     sizes = differences[finite].abs().double()
@@ -344,6 +344,6 @@ def half_records(
 
 
 def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
-    """Clip an interval to the metric's range, or to a wider range that contains the value if it lies outside."""
+    """Clip an interval to the metric's range; if `value` lies outside this range, to the range widened to `value`."""
     row = look_up(metric)
     return max(low, min(row.low, value)), min(high, max(row.high, value))

@@ -66,10 +66,12 @@ def check_pairs(name: str, pairs: Sequence[Sequence[int]], num_layers: int) -> N
 
 
 def direction_counts(name: str, k: Sequence[Directions], model: LayeredModel) -> list[int]:
-    """Return the distinct numbers of directions that the option `k` means for a model, in ascending order.
+    """Return the distinct numbers of directions for the entries of the option `k`, in ascending order.
+
+    An integer is a number of directions, and a float is a share of the model's width.
 
     Raises:
-        InputError: if one does not fit.
+        InputError: if an entry of `k` does not fit the model.
     """
     try:
         return sorted({num_directions(each, model.dim) for each in k})
@@ -99,8 +101,11 @@ class TokenCoupling(Analysis):
     unrelated bases) and `excess_..` (0 if unrelated, 1 if shared). The entries of its table, averaged over prompts, are
     the records `.._pair`, with tags `token` (of l) and `other_token` (of l', which gives the bases). These tags are
     positions from 0 (the first token) to 100 (the last), in per cent of the prompt. Prompts of any length therefore
-    share a table. A prompt with fewer than `num_tokens` tokens enters only the means, with all its tokens. Two more
-    records are `min_gap` and `num_tied`, the number of Jacobians whose leading directions are not well determined.
+    share a table. `num_tokens` evenly spread tokens of each prompt are measured. A prompt with fewer tokens enters only
+    the means, with all its tokens.
+
+    Two more records tell how well the bases are determined. `min_gap` is the smallest gap between neighbouring singular
+    values of a Jacobian, relative to its largest one. `num_tied` counts the Jacobians whose gap is below 1e-4.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
@@ -144,11 +149,14 @@ class TokenCoupling(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the values of one prompt and its number of measured tokens.
+        """Return the values of one prompt, and its number of measured tokens.
 
-        Per pair of blocks and table: `means` (k, 3) of coupling, random and excess coupling, `map` (k, tokens, tokens),
-        and the number `undefined`. The means are NaN for a prompt of one token. For the Jacobians that give bases:
-        `gaps` (k, defined Jacobians), and the mask `undefined` over all of them.
+        Three keys exist for each pair of blocks (l, l') and each table: `means` (k, 3) of coupling, random and excess
+        coupling, `map` (k, tokens, tokens) of couplings, and `undefined`, the number of undefined pairs. For a prompt
+        of one token, the means are NaN.
+
+        Two keys exist once, for the Jacobians of the blocks l': `gaps` (k, defined Jacobians) holds
+        `functional.min_gap`, and `undefined` (Jacobians,) is True for zero or non-finite Jacobians.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -235,7 +243,7 @@ class TokenCoupling(Analysis):
         if table == "token":
             rows = first.index.diagonal()[None]
         else:
-            rows = first.index.T if table == "input_context" else first.index  # (fixed, tokens)
+            rows = first.index.T if table == "input_context" else first.index
             rows = rows[(rows >= 0).sum(1) > 1]  # leave out tokens with a single Jacobian, which forms no pair
         miscoupling = torch.full((len(counts), len(rows), tokens, tokens), math.nan, dtype=torch.float64)
         random = torch.full((len(counts), len(rows), tokens), math.nan, dtype=torch.float64)
@@ -246,7 +254,7 @@ class TokenCoupling(Analysis):
             chosen = row[present].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(each[chosen] for each in second.factors))
-            # miscoupling of the Jacobians that exist with each other, (k, present, present)
+            # miscoupling of every two Jacobians of this row, (k, present, present)
             of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())

@@ -118,7 +118,7 @@ class LabelProbe(ProbeAnalysis):
             if "labels" not in batch:
                 raise InputError(f"{self.name}: the batches of {split} have no labels, they hold {sorted(batch)}")
             labels = batch["labels"]
-            inputs = batch["pixel_values"] if model.family.sees_images else real_tokens(batch)  # without padding
+            inputs = batch["pixel_values"] if model.family.sees_images else real_tokens(batch)
             if labels.is_floating_point() or labels.shape != (len(inputs),) or labels.min() < 0:
                 got = f"{labels.dtype} of shape {tuple(labels.shape)}, the least {labels.min()}"
                 raise InputError(f"{self.name}: expected an integer label for each of {len(inputs)} rows, got {got}")
@@ -158,7 +158,7 @@ class LabelProblem(NamedTuple):
     num_duplicates: int
 
     def select(self, in_train: Tensor, in_test: Tensor) -> "LabelProblem":
-        """Return the problem for the given rows of both splits."""
+        """Return a copy with only the rows that the two masks select."""
         return self._replace(train=self.train[in_train], test=self.test[in_test], fitted=in_train, scored=in_test)
 
 

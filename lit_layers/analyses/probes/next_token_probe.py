@@ -169,7 +169,7 @@ class NextTokenProbe(ProbeAnalysis):
         self._problem  # noqa: B018
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return nothing: `jobs` runs the model on the contexts itself, as it may have to draw rows again."""
+        """Return an empty dict: `jobs` runs the model on the contexts itself, as it may have to draw rows again."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
@@ -180,7 +180,7 @@ class NextTokenProbe(ProbeAnalysis):
         if not in_train.any() or not in_test.any():
             raise all_undefined(self.name)
         tags: TagDict = {**missing_tag("", ~used)}
-        if tags:  # some rows have undefined states: draw the rows again, without the texts of these
+        if tags:  # some rows have undefined states: draw all rows again, from the other texts
             problem = self._draw({*problem.train.text[~in_train].tolist()}, {*problem.test.text[~in_test].tolist()})
             train, test, head = self._features(model, problem)
         references = self._coverage(problem, tags)
@@ -199,10 +199,10 @@ class NextTokenProbe(ProbeAnalysis):
         return probe_jobs(model, references, [fitting], self, seed)
 
     def _fold_groups(self, text: Tensor) -> Tensor:
-        """Return the group id (n,) of each training row, for the folds of the estimator "watch".
+        """Return the group id (n,) of each training row.
 
-        Rows of one group are in the same fold. A group is a document, or a text if a document has more rows than a
-        fold should have.
+        `fit_watching_probes`, which chooses its penalty on held-out rows, holds out the rows of a group together. A
+        group is a document. If a document has more rows than are held out at a time, each text is a group.
         """
         # A plain list of batches does not know the documents of its texts.
         origins = self.train.origins() if isinstance(self.train, Batches) else None
@@ -272,7 +272,7 @@ class NextTokenProbe(ProbeAnalysis):
         """Yield the records that score predictions (test rows,) and log-probabilities (test rows, classes)."""
         covered = problem.test_classes >= 0
         truth, text = problem.test_classes[covered], problem.test.text
-        hit = predicted == problem.test_classes  # False for uncovered rows, whose class is -1
+        hit = predicted == problem.test_classes  # False for rows whose next token is not a class (-1)
         fields: dict[str, Any] = {"layer": layer, "tags": tags}
         yield from self._mean("accuracy", hit[covered], text[covered], **fields)
         yield from self._mean("accuracy_all", hit, text, **fields)
@@ -283,7 +283,7 @@ class NextTokenProbe(ProbeAnalysis):
     def _mean(self, metric: str, values: Tensor, text: Tensor, **fields: Any) -> list[Record]:
         """Return the record of a mean over rows, with an interval over texts.
 
-        A share with one row per text has Wilson's interval.
+        The interval is Wilson's if the values are booleans and each text has one row.
         """
         _, num_texts = self._problem.num_texts
         counts = torch.bincount(text, minlength=num_texts)
@@ -297,7 +297,7 @@ class NextTokenProbe(ProbeAnalysis):
 
 class _Problem(NamedTuple):
     train: Rows  # only training rows whose target is a class
-    test: Rows  # all test rows
+    test: Rows
     classes: Tensor  # (classes,) token ids, the most frequent first
     train_classes: Tensor  # (train rows,)
     test_classes: Tensor  # (test rows,), -1 for targets outside the classes

@@ -74,7 +74,7 @@ class NextTokenResidual(Analysis):
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the texts to read.
 
-        If their states are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        The dict is empty if the states are too large to send between ranks. `jobs` then runs the model itself.
         """
         rows = self._rows()
         self._check_rows(model, rows)
@@ -240,7 +240,10 @@ class NextTokenResidual(Analysis):
 
 
 class _Rows(NamedTuple):
-    """Positions with a next token, in the order of the texts that have one."""
+    """Positions that have a next token, text by text.
+
+    Texts are numbered from 0. Texts without such a position have no number.
+    """
 
     targets: Tensor  # (rows,) ids of the next tokens
     text: Tensor  # (rows,) index of each row's text
@@ -259,7 +262,7 @@ class _LayerFit(NamedTuple):
 
 
 def _predicted(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the text index and the position of each real token that a real token follows."""
+    """Return the text index and the position of each real token whose next token is also real."""
     prompt, position = (mask[:, :-1] & mask[:, 1:]).nonzero().T
     return prompt, position
 

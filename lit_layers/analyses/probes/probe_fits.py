@@ -34,8 +34,6 @@ Estimator = Literal["logistic", "watch"]
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """Options with which a layer's probe is fitted."""
-
     c: float = 1.0
     penalty: float = 1.0
     tolerance: float = 1e-6
@@ -57,8 +55,8 @@ def fit_labellings(
 ) -> Sequence[Fitted]:
     """Return one layer's probe for each labelling of its features (rows, dim).
 
-    Probes are logistic, or ridge if `num_classes` is None. `groups` (rows,) is for the estimator "watch": rows with the
-    same group id are in the same fold of its cross-validation.
+    Probes are logistic, or ridge if `num_classes` is None. `groups` (rows,) is for the estimator "watch", which chooses
+    its penalty on held-out rows. Rows with the same group id are held out together.
     """
     layer = features[None]
     if num_classes is None:
@@ -118,11 +116,12 @@ def probe_jobs(
     options: ProbeAnalysis,
     control_seed: int | None,
 ) -> Jobs:
-    """Return one job per layer that fits logistic probes to the labels and, with a seed, to permuted labels.
+    """Return one job per layer that fits logistic probes to the labels and, with `control_seed`, to permuted labels.
 
-    The records `references` come before those of the jobs.
+    The records `references` come before the records of the jobs.
 
-    With the estimator "watch", the record `probe_c` reports the c of each layer, and `n` its number of training rows.
+    If the option `estimator` is "watch", each layer has its own c (`fit_watching_probes`). The record `probe_c` reports
+    this c, and its `n` is the number of training rows.
     """
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # not MPS, as it has no float64
 
@@ -175,7 +174,6 @@ def score_rows(probe: Fitted, features: Tensor, targets: Tensor) -> RowScores:
 
 
 def score_log_proba(log_proba: Tensor, targets: Tensor) -> RowScores:
-    """Score log-probabilities (rows, classes)."""
     predicted = log_proba.argmax(-1)
     return RowScores(-log_proba.gather(1, targets[:, None])[:, 0].double(), predicted == targets, predicted)
 
@@ -227,11 +225,11 @@ def score_records(
 def curve_records(curve: Sequence[RowScores], tags: Tags, *, metric: str) -> Iterator[Record]:
     """Yield records of how a score rises over layers 1 to L, with intervals over test rows.
 
-    `curve` holds the scores of the layers from 1 on. The records are the monotonicity, the layers where the rise ends,
+    `curve` holds the scores of the layers from 1 on. The records are the monotonicity, `plateau_layer`, `best_layer`,
     and `inflection_layer`, which has no interval. After `plateau_layer`, the score never gains more than `PLATEAU` from
-    one layer to the next. `best_layer` is the first of the best layers. The intervals of these two layers show how much
-    their choice depends on the test rows. If a layer is missing, which the tag `num_undefined_layers` reports, all
-    values are NaN.
+    one layer to the next. `best_layer` is the first of the best layers. The intervals of the plateau layer and the best
+    layer show how much their choice depends on the test rows. All values are NaN if `tags` contains
+    `num_undefined_layers`, because the score of a layer is then missing.
     """
     if "num_undefined_layers" in tags:
         names = (*(f"monotonicity_{name}" for name in curves.Monotonicity._fields), *RULES, "inflection_layer")

@@ -91,9 +91,10 @@ class TaskTexts:
         return self._reader.tokenizer_hash()
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts of each split to read.
+        """Return the texts of each split, to be read in the forward pass that analyses share.
 
-        If their vectors are too large to send between ranks, return nothing; `jobs` then runs the model itself.
+        The dict is empty if the vectors of the texts are too large to send between ranks. `jobs` then runs the model
+        itself.
         """
         texts = self._rows(model).texts
         if vector_bytes(model, sum(map(len, texts.values()))) > MAX_SENT:
@@ -237,8 +238,6 @@ class Probe(TaskTexts, ProbeAnalysis):
 
 
 class _LayerScores(NamedTuple):
-    """Scores of the probe of one layer."""
-
     layer: int
     records: list[Record]
     test: RowScores
@@ -246,8 +245,9 @@ class _LayerScores(NamedTuple):
 
 
 def majority_records(rows: TaskRows, missing: Tags) -> Iterator[Record]:
-    """Yield the scores of the training labels' class frequencies, or of their mean, on the test rows.
+    """Yield the test scores of a constant prediction, the same for all rows.
 
+    For classes, the prediction is the class frequencies of the training labels. For a regression, it is their mean.
     `missing` holds the tags that count rows left out.
     """
     train, targets = rows.targets["train"], rows.targets["test"]
