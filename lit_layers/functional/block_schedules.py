@@ -34,13 +34,13 @@ def middle(num_blocks: int, start: int) -> range:
 
 
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
-    """Return the start that leaves `num_middle` blocks in the middle.
+    """Return the `start` for which `middle` has `num_middle` blocks: (num_blocks - num_middle - 1) / 2.
 
-    `num_middle` must be odd if `num_blocks` is even, and even if `num_blocks` is odd. The error message calls the
-    number by the name `option`.
+    `num_middle` must be odd if `num_blocks` is even, and even if `num_blocks` is odd. The error message names the
+    argument `option`.
 
     Raises:
-        ValueError: no start leaves that number of blocks.
+        ValueError: no `start` gives that number of blocks.
     """
     starts = {len(middle(num_blocks, start)): start for start in range((num_blocks - 2) // 2, -1, -1)}
     if num_middle not in starts:
@@ -50,24 +50,28 @@ def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
 
 
 def skip(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule that runs all blocks in order, without those of the middle."""
+    """Return the schedule that runs all blocks in order, except blocks `start + 2` to `num_blocks - start`."""
     return _spliced(num_blocks, start, ())
 
 
 def middle_repeat(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule that runs the central block `num_blocks // 2 + 1` in place of each block of the middle."""
+    """Return the schedule that runs the central block, `num_blocks // 2 + 1`, in place of each middle block.
+
+    The middle blocks are `start + 2` to `num_blocks - start`.
+    """
     return _spliced(num_blocks, start, [num_blocks // 2 + 1] * len(middle(num_blocks, start)))
 
 
 def reverse(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule whose middle runs from its last block to its first."""
+    """Return the schedule that runs the middle blocks, `start + 2` to `num_blocks - start`, in reverse order."""
     return _spliced(num_blocks, start, middle(num_blocks, start)[::-1])
 
 
 def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
-    """Return the schedule with its middle shuffled by `random.Random(seed)`.
+    """Return the schedule that runs the middle blocks in an order shuffled by `random.Random(seed)`.
 
-    It may equal the baseline, and always does if the middle is a single block.
+    The middle blocks are `start + 2` to `num_blocks - start`. The schedule may equal the baseline, and always does if
+    the middle is a single block.
     """
     order = list(middle(num_blocks, start))
     _random.Random(seed).shuffle(order)
@@ -75,12 +79,18 @@ def random(num_blocks: int, start: int, *, seed: int) -> Schedule:
 
 
 def parallel(num_blocks: int, start: int) -> Schedule:
-    """Return the schedule in which all middle blocks run on the same state and their outputs are averaged."""
+    """Return the schedule that runs all middle blocks on the same state and averages their outputs.
+
+    The middle blocks are `start + 2` to `num_blocks - start`.
+    """
     return looped_parallel(num_blocks, start, loops=1)
 
 
 def looped_parallel(num_blocks: int, start: int, *, loops: int = 3) -> Schedule:
-    """Return the schedule that runs the averaged middle `loops` times, each time on the previous result.
+    """Return the schedule that runs all middle blocks on the same state and averages their outputs, `loops` times.
+
+    Each time after the first, the state is the previous average. The middle blocks are `start + 2` to
+    `num_blocks - start`.
 
     Raises:
         ValueError: fewer than one loop.

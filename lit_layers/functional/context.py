@@ -141,7 +141,8 @@ def count_ngrams(texts: Iterable[NDArray[np.int64]], order: int) -> NgramTable:
     Raises:
         ValueError: no text is long enough, or the order is not 1, 2 or 3.
     """
-    if order > 3:  # their codes may reach 2^63; those of 3 tokens are smaller for ids up to 2 million
+    # The codes of 4 tokens may exceed the largest int64. The codes of 3 tokens fit for ids up to 2 million.
+    if order > 3:
         raise ValueError(f"expected an order from 1 to 3, got {order}")
     windows = [np.lib.stride_tricks.sliding_window_view(text, order) for text in texts if len(text) >= order]
     if not windows:

@@ -327,7 +327,9 @@ Direction = Literal["min", "max"]
 FORMS: tuple[Form, ...] = ("per_task_mean", "of_task_means")
 COEFFICIENTS: tuple[Coefficient, ...] = ("distance_correlation", "spearman", "kendall")
 DIRECTIONS: tuple[Direction, ...] = ("min", "max")
-FEWEST_LAYERS = 4  # fewest layers for a correlation over layers: for two layers the distance correlation is always 1
+# Fewest layers for a correlation over layers. With fewer it says little: over two layers, the distance correlation of
+# any two curves is 1.
+FEWEST_LAYERS = 4
 FEWEST_TASKS = 5  # fewest tasks for an interval: resamples of fewer tasks are mostly the same two or three tasks
 _CHUNK = 2**20  # largest number of entries of layer-by-layer tables in memory at once: 8 MB
 
@@ -468,10 +470,11 @@ def selection(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Selection:
-    """Return the mean score at each task's layer of smallest or largest metric, and at other layers for comparison.
+    """Return the mean score at layers that the metric chooses, and at other layers for comparison.
 
-    `direction` is "min" for the smallest metric, "max" for the largest. Choose it by `better_rule`, on models other
-    than this one. The first column of both tables is layer `first_layer`.
+    For each task, the chosen layer is the one with the smallest metric (`direction` "min") or the largest ("max").
+    Choose the direction by `better_rule`, on models other than this one. The first column of both tables is layer
+    `first_layer`.
 
     Raises:
         ValueError: tables of unequal shape, or a value that is not finite.

@@ -124,9 +124,10 @@ def miscoupling_of_factors(
 
 
 def _norms(compressed: Tensor, values: Tensor, counts: Sequence[int], sign: Sign) -> Tensor:
-    """Return the numerator |A - diag(s)|_F of `miscoupling` for one block and each number K of directions.
+    """Return the numerator |A - diag(s)|_F of `miscoupling` for one Jacobian J1 and each number K of directions.
 
-    A = U2' J1 V2 is `compressed`, s are the singular values `values` of J1. Shape (k, *n, others).
+    A = U2' J1 V2 is `compressed` (*n, others, K, K), with the leading singular vectors U2 and V2 of each of the other
+    Jacobians. s are the leading singular values `values` of J1. The result is (counts, *n, others).
     """
     # The "absolute" form hides the sign of the coupling: J2 = -J1 has A = -diag(s), m = 2 signed, but 0 absolute.
     compared = compressed.abs() if sign == "absolute" else compressed
@@ -318,9 +319,10 @@ def jacobian_spectrum(
 def inverse_norm_line(
     largest: Float[Tensor, "*n blocks"], fit_from: int = 1, *, undefined: Undefined = "raise"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slope, intercept and r_squared of the line through 1 / `largest` over the number of the block.
+    """Return slope, intercept and r_squared of the least-squares line of 1 / `largest` against the number of the block.
 
-    The fit begins at block `fit_from`, counted from 1, and ends at the last block.
+    `largest` is the largest singular value of each block's Jacobian. The fit begins at block `fit_from`, counted from
+    1, and ends at the last block.
     """
     blocks = largest.shape[-1]
     if fit_from < 1 or blocks - fit_from + 1 < 3:

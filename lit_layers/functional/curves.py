@@ -21,7 +21,7 @@ Rule = Literal["within_tolerance", "fraction_of_last", "plateau", "knee", "best"
 RULES = ("within_tolerance", "fraction_of_last", "plateau", "knee", "best")
 DRAWN_AT_ONCE = 2**20  # largest number of row indices drawn at once: 8 MB
 _CACHED = 2**23  # largest number of counts in a cached tensor: 2,000 resamples of 4,194 rows, 17 MB in int16
-ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)  # quantiles of a 95% interval
+ENDS = torch.tensor([(1 - 0.95) / 2, (1 + 0.95) / 2], dtype=torch.float64)
 # Comparisons of scores allow for rounding errors of this share of the largest score: in float64, 0.84 - 0.80 is
 # slightly more than 0.04.
 SLACK = 1e-12

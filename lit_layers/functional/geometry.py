@@ -1,7 +1,7 @@
 """Geometry of the token sequence inside a layer, and of layers compared with each other. All computed in float64.
 
-Padding on either side never changes a value, whatever it contains. Metrics of non-finite input are undefined, like
-those in the cases that each function names.
+Padding on either side never changes a value, whatever it contains. Metrics are undefined for non-finite input, and in
+the cases that each function names.
 """
 
 from collections.abc import Iterator

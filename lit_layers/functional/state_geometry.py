@@ -24,7 +24,7 @@ from lit_layers.functional.singular import eigenvalues, products
 Points = Float[Tensor, "*n points dim"]
 PerSet = Float[Tensor, "*n"]
 
-MIN_RANKS = 3  # smallest number of ranks for the fit of a slope
+MIN_RANKS = 3  # fewest eigenvalues to which `alpha_req` fits a slope
 _EPS = torch.finfo(torch.float64).eps
 # Rounding error of a distance of two points, relative to the norms of the points. The distance is the root of a
 # difference of squares, so it has only half the digits.
@@ -111,7 +111,8 @@ def merged_distances(
     size = torch.maximum(points.norm(dim=-1), shifted.norm(dim=-1)) * max(rounding, _DIST_EPS)
     equal = (dist <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
     first = equal.byte().argmax(-1)  # index of the earliest equal point
-    # Equality up to rounding is not transitive: follow the indices until each leads to a point with its own index.
+    # Equality up to rounding is not transitive, so `first` may name a point that equals a still earlier one. Follow
+    # these indices until each names a point whose own entry is that point.
     while not torch.equal(first, first[first]):
         first = first[first]
     firsts, group = first.unique(return_inverse=True)

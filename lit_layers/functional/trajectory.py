@@ -2,7 +2,7 @@
 
 Trajectories are `(layers, *n, dim)`. Layer 0 is the input of the first block, so `L` blocks make `L + 1` layers. A step
 is the change of a state from one layer to the next. There is no mask argument: select the real tokens first,
-`states[:, mask]`. Metrics of non-finite states are undefined, like those in the cases that each function names.
+`states[:, mask]`. Metrics are undefined for non-finite states, and in the cases that each function names.
 `PathStats` computes the same metrics from states that arrive one layer at a time.
 """
 
@@ -112,6 +112,8 @@ def step_norms(states: States) -> Float[Tensor, "steps *n"]:
 class PathStats:
     """Statistics of trajectories from which all metrics above follow; the states may arrive one layer at a time.
 
+    Each method returns the values of the function of the same name.
+
     Attributes:
         norms: |x^l|, (layers, *n).
         broken: Whether a state up to this layer is not finite, (layers, *n).
@@ -143,21 +145,17 @@ class PathStats:
             self.stopped = self.broken[:0]
 
     def running_line_shape_score(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """Return the values of the function `running_line_shape_score`."""
         return self._scores("running_line_shape_score", slice(None), undefined)
 
     def line_shape_score(self, undefined: Undefined = "raise") -> PerToken:
-        """Return the values of the function `line_shape_score`."""
         return self._scores("line_shape_score", -1, undefined)
 
     def growth_rates(self, undefined: Undefined = "raise") -> Float[Tensor, "steps *n"]:
-        """Return the values of the function `growth_rates`."""
         zero = self.norms == 0
         problems = {"a state is not finite": self.broken[1:], "a state has norm zero": zero[1:] | zero[:-1]}
         return checked("growth_rates", (self.norms[1:] / self.norms[:-1]).log(), problems, undefined)
 
     def expodistance(self, undefined: Undefined = "raise") -> PerToken:
-        """Return the values of the function `expodistance`."""
         steps, zero = len(self.lengths), (self.norms == 0).any(0)
         norms = self.norms.masked_fill(zero, 1.0)
         total = (norms[-1] / norms[0]).log()
@@ -172,7 +170,6 @@ class PathStats:
         return checked("expodistance", _deviation((norms[1:] / norms[:-1]).log()) / mean, problems, undefined)
 
     def equidistance(self, undefined: Undefined = "raise") -> PerToken:
-        """Return the values of the function `equidistance`."""
         mean = self.lengths.mean(0)
         problems = {
             "it takes a step": torch.tensor(not len(self.lengths)),
