@@ -47,8 +47,8 @@ PACKAGES = ["lit_layers", "lightning", "transformers", "timm", "tokenizers", "sa
 # Tags that index a table: a matrix, a map over tokens or categories, a path, a list of training set sizes or of random
 # orders of the blocks. A number with one of them is a cell of that table and is not drawn in a curve.
 AXES = ("row", "column", "token", "other_token", "token_distance", "axis", "category", "head", "train_rows", "seed")
-# Tags that index the lines of one figure. A number with one of them, or with the tag `reference`, is drawn in a figure
-# of its metric and not among the curves over layers and models.
+# Tags whose values are positions within a figure of the metric: the distance between two layers, or the index of a
+# singular value. Numbers with such a tag, or with the tag `reference`, are not drawn in curves over layers and models.
 ORDINALS = ("distance", "index")
 NO_CURVE = {*AXES, *ORDINALS, "reference"}
 ByPrompt = NDArray[np.float32]
@@ -100,7 +100,7 @@ class _Provenance(TypedDict, total=False):
 
 
 class Lineage(NamedTuple):
-    """The training of a run: its id, and the steps at which it was resumed, in order of time."""
+    """The training of a run: the training's id, and the steps at which it was resumed, in order of time."""
 
     run: str
     training: str
@@ -111,8 +111,8 @@ class Lineage(NamedTuple):
 class Measurement:
     """The result of one analysis on one checkpoint: one line of `measurements.jsonl`.
 
-    `training` and `resumed` are those of the run's `Lineage` at the time. If there was no training, `training` is the
-    name of the run.
+    `training` is the id of the run's training, or the name of the run if there was no training. `resumed` lists the
+    steps at which this training had been resumed when the measurement was made.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -203,7 +203,8 @@ def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     """Return the last measurement of each identity (run, step, analysis, settings), in the order of the file.
 
-    Failed measurements are included, abandoned ones are not.
+    Failed measurements are included. Measurements that `drop_abandoned` drops are not: those of later steps than the
+    step at which the training was resumed.
 
     Raises:
         InputError: a run has measurements of two trainings.
@@ -230,11 +231,11 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
-    """Return the last measurements of the settings that form the curves, including failed ones.
+    """Return the last measurement of each step, failed or not, with the settings whose curves are drawn.
 
-    Without `settings`, the default in the docstring of this module chooses them. `settings` names one or several
-    settings to use instead, for the analyses that were measured with them. `all` returns the measurements of all
-    settings.
+    Settings are the options and data of an analysis. By default, the rule in the docstring of this module chooses the
+    settings of each analysis. `settings` names one or several to draw instead, for the analyses that were measured with
+    them. `all` returns the measurements of all settings.
 
     Raises:
         InputError: no analysis has these settings, one analysis has several of them, or a run has two trainings.
@@ -245,7 +246,7 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
 def split_shown(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Return two lists: the result of `shown`, and the last measurements of all other settings."""
+    """Return two lists: the measurements that are drawn (see `shown`), and the last ones of all other settings."""
     measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
@@ -324,7 +325,7 @@ def plain_settings(measurements: Iterable[Measurement]) -> dict[tuple[str, str],
 
 
 def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> str:
-    """Return the name under which an analysis is logged: `coupling`, or `coupling@1a2b3c4d` for other settings.
+    """Return the name under which an analysis is logged: `coupling`, or `coupling@1a2b3c4d` for later settings.
 
     The first settings of an analysis get the name without a suffix and are added to `plain`.
     """
@@ -335,10 +336,10 @@ def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> 
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
-    """Return the settings that form the curves of one analysis of a run.
+    """Return the settings (options and data) of an analysis whose curves are drawn.
 
-    `steps` has the steps that were measured, by settings. `asked` names the settings that a reader requested, and
-    `written_last` those measured last.
+    These are the settings that `asked` names. By default they are the settings with the most measured steps, or
+    `written_last`, the settings measured last, if no measurement has a step. `steps` maps settings to measured steps.
     """
     named = dict.fromkeys(name for each in asked for name in steps if name == each or _is_named(name, each))
     named = {name: None for name in named if name in asked} or named
@@ -360,6 +361,6 @@ def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[in
 
 
 def _is_named(settings: str, asked: str) -> bool:
-    """Return whether `asked`, the beginnings of one or both hashes joined by a dot, fits these settings."""
+    """Return whether `asked` names the settings `CONFIG.DATA`: `asked` has the beginning of one or both hashes."""
     hashes, beginnings = settings.split("."), asked.split(".")
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))

@@ -13,7 +13,7 @@ from lit_layers.report.logged_numbers import runs_of_trainer
 from lit_layers.schedule import Steps
 from lit_layers.training.watching import MetricsLogger, Watch, watch
 
-STATE = "lit_layers"  # key in the Trainer's saved state of the id of the training, with which it is resumed
+STATE = "lit_layers"  # key in the Trainer's saved state; a resumed training finds its id there
 
 
 class EmergenceTrainerCallback(TrainerCallback):

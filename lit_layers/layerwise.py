@@ -49,7 +49,7 @@ class LayerResult:
 
     @property
     def metrics(self) -> list[str]:
-        """Metrics that can be drawn over the layers, in the order of pages.
+        """Metrics that can be drawn over the layers, in the order of `metrics.toml`.
 
         Metrics marked as secondary in `metrics.toml` are included only if there are no others.
         """
@@ -92,8 +92,8 @@ class LayerResult:
     def _charts(self, metric: str, options: Mapping[str, Any]) -> list[Chart]:
         """Return the charts of a metric that `plot` shows, for each analysis that measures it.
 
-        These are a profile over the layers if the metric has values at several layers, or else a map per model, or else
-        a chart with a row per model.
+        A metric with values at several layers is drawn as a profile over the layers. A metric of heads, tokens or pairs
+        of layers is drawn as a map per model, and any other as a chart with a row per model.
         """
         table: Any = self.frame
         analyses = (

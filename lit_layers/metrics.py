@@ -26,9 +26,9 @@ class Metric:
         meaning: one sentence that helps to read the numbers; `better` adds the direction.
         low, high: range that contains the values for all options of the analysis.
         better: which values are better; None: the metric is not a score.
-        baseline: name of the metric that has the chance level of this one, or of another one to draw for comparison.
+        baseline: name of the metric to draw for comparison, usually the chance level of this one.
         as_baseline: title of this metric where it is drawn for comparison with another.
-        excess: name of the metric that is this one minus its chance level.
+        excess: name of the metric with the values of this one minus its chance level.
         level, level_name: a reference value that follows from the metric's definition, and the name of that value.
         log: draw the values on a logarithmic axis.
         whole: the values are indices or counts of layers.
@@ -156,7 +156,7 @@ def names(group: str) -> list[str]:
 
 
 def headlines() -> list[str]:
-    """Return the metrics that summarise the scores of a model with a changed order of its blocks, by rank."""
+    """Return the metrics that summarise the scores of a model with a changed order of its blocks, main metric first."""
     return sorted((name for name, row in METRICS.items() if row.headline), key=lambda name: METRICS[name].headline)
 
 
@@ -183,7 +183,7 @@ class Definition(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Text of a page on a metric: its title, facts such as its range, and the definition of its function."""
+    """Text about a metric on a page: title, facts such as the range, and the definition in its function's docstring."""
 
     title: str
     facts: dict[str, str]
@@ -207,7 +207,7 @@ def reading(metric: str) -> Reading | None:
 
 
 def _compared(row: Metric) -> str:
-    """Return what a page says to compare a metric with: its reference value, or the title of its chance level."""
+    """Return what the values of a metric can be compared with: a reference value, or the title of its chance level."""
     if row.level is not None:
         return f"{row.level_name}: {row.level:g}"
     baseline = look_up(row.baseline)

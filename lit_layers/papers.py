@@ -30,14 +30,14 @@ PAPERS = {
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
 VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # that a step may run
-OVER = ("run", "step", "layer")  # values of `over`, besides names of tags and columns
+OVER = ("run", "step", "layer")  # fields of a `Target` that `Published.over` may name; it may also name a tag or column
 _NAME = re.compile(r"<([a-z]\w*)>")
 
 
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Target:
-    """The location of a measured number: a record of measurements.jsonl, or a value in a file that a command writes.
+    """The place where a measured number is found: a record of measurements.jsonl, or a value in a .csv or .json file.
 
     Args:
         root: run folder of the command that measured it, relative to the folder of the results.
@@ -64,7 +64,7 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Published:
-    """One or several printed numbers, and the location of the measured number that each is compared with.
+    """One or several numbers printed in a paper, and where to find the measured number to compare each with.
 
     Several printed numbers differ in the run, the optimizer step, the layer, or the value of a tag or column (`over`).
 
@@ -75,7 +75,7 @@ class Published:
         over: what the keys of `values` are: run, step, layer, the name of a tag, or a column of `measured.file`.
         error: error of reading the number off a printed figure.
         at_least, at_most: a bound that the paper states in words, instead of a number.
-        measured: location of the measured number.
+        measured: where to find the measured number.
     """
 
     what: str
@@ -88,7 +88,7 @@ class Published:
     at_most: float | None = None
 
     def single(self) -> Iterator["Published"]:
-        """Yield each printed number as a `Published` of its own, with the location of its measured number."""
+        """Yield one `Published` for each printed number; its `measured` says where to find the measured number."""
         if not self.values:
             yield self
         for key, value in self.values.items():
@@ -101,14 +101,17 @@ class Published:
 
     @property
     def printed(self) -> str:
-        """The printed number or bound, as the table of the comparison shows it."""
+        """The number or bound printed in the paper, as text for the table that compares it with the measured number."""
         if self.value is not None:
             return _short(self.value) + (f" ± {_short(self.error)}" if self.error else "")
         return f"at most {_short(self.at_most)}" if self.at_least is None else f"at least {_short(self.at_least)}"
 
 
 class Step(NamedTuple):
-    """One step of a recipe: a command, its options, the recipes that these extend, and the folder that it writes to."""
+    """One step of a recipe: a command of lit-layers, the options and recipe files it is given, and its output folder.
+
+    The options override those in the recipe files `configs`.
+    """
 
     verb: str
     options: dict[str, Any]
@@ -155,14 +158,15 @@ class PaperRecipe:
     published: list[Published] = field(default_factory=list)
 
     def numbers(self) -> list[Published]:
-        """Return every printed number as a `Published` of its own, with the location of its measured number."""
+        """Return one `Published` for each printed number (see `Published.single`)."""
         return [one for each in self.published for one in each.single()]
 
     def commands(self, root: Path, here: Path, *, reduced: bool) -> list[Step]:
         """Return the commands to run, with the published (or `reduced`) sizes inserted.
 
         Raises:
-            InputError: a name has no value, a command does not exist, or a result folder is outside `root`.
+            InputError: a placeholder `<name>` has no value, a command does not exist, or a result folder is outside
+                `root`.
         """
         names = self.sizes | (self.reduced if reduced else {}) | {"root": str(root), "here": str(here)}
         steps = []
@@ -208,7 +212,8 @@ def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------ measured and printed
 
-# Tags of numbers that are measured beside a metric, such as its control. A location without them must not match these.
+# Tags of numbers that are measured beside a metric, such as its control. A `Target` that does not name such a tag must
+# not match a number that has it.
 SIDE_TAGS = ("control", "reference", "statistic", "variant")
 Verdict = Literal[
     "inside", "outside", "too wide", "no interval", "holds", "fails", "undecided", "not measured", "reduced"
@@ -234,14 +239,14 @@ class Row(NamedTuple):
     note: str = ""
 
     def cells(self) -> dict[str, str]:
-        """Return the cells of this row in the table of the comparison, by column title."""
+        """Return the cells of this row in the table that compares printed with measured numbers, by column title."""
         interval = "" if self.low is None else f"{_short(self.low)} to {_short(self.high)}"
         names = {"": self.what, "published": self.published, "measured": _short(self.measured), "95%": interval}
         return names | {"the published number is": f"{self.verdict}{f': {self.note}' if self.note else ''}"}
 
 
 class _MissingError(Exception):
-    """Raised with the reason why there is no measured number at the location of a `Target`."""
+    """Raised if there is no measured number for a `Target`, with the reason."""
 
 
 def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
@@ -313,7 +318,7 @@ def _find(target: Target, root: Path, read: Callable[[Path], Any]) -> tuple[floa
 def _row(table: Any, target: Target, name: str) -> Mapping[Any, Any]:
     """Return the only row of a table of measurements, or of a .csv, that matches `target`.
 
-    In measurements, layers and `SIDE_TAGS` that the target leaves out must be empty in the row.
+    A measurement with a layer, or with a tag of `SIDE_TAGS`, matches only if the target names this layer or tag.
     """
     wanted: dict[str, Any] = dict(target.row)
     if not target.file:

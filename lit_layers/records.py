@@ -124,8 +124,8 @@ class Store:
     Args:
         path: the file; it need not exist yet.
         measurements: the content of the file, if it was read before.
-        lineage: the training that `add` writes into new measurements of its run; None: the training of the file's
-            measurements, if there is one.
+        lineage: the training to record in new measurements of the same run; None: the training that the measurements
+            in the file record, if there is one.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Store:
     def is_done(self, run: str, step: int | None, analysis: Any, **facts: Any) -> bool:
         """Return whether the analysis completed before, with the same options, data and weights.
 
-        `facts` must be equal to its provenance. They are `weights_hash` or, before the weights are loaded,
-        `weight_files` and `dtype`.
+        The provenance of the stored measurement must contain all `facts`. These are `weights_hash` or, before the
+        weights are loaded, `weight_files` and `dtype`.
         """
         last = self.last(run, step, analysis)
         if last is None or last.error is not None or any(record.metric == FAILED for record in last.records):
@@ -282,7 +282,9 @@ class ScalarLog:
         self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
-        """Write the open row and return when every row is in the file or, with `durably`, on the disk.
+        """Write the values collected for the current step. Return when every row is in the file.
+
+        With `durably`, return only when every row is on the disk.
 
         A kill loses no row in either case. A power cut may lose the rows since the last durable close.
         """
@@ -293,12 +295,12 @@ class ScalarLog:
 
     @property
     def offset(self) -> int:
-        """Size of the file in bytes, without the open row."""
+        """Size of the file in bytes. The values that `log` collects for the current step are not in the file yet."""
         self._prepare()
         return self.path.stat().st_size if self.path.exists() else 0
 
     def truncate(self, offset: int) -> None:
-        """Drop the open row and all rows after byte `offset`, an earlier value of the property `offset`.
+        """Drop the values not yet written, and all rows after byte `offset`, an earlier value of the property `offset`.
 
         A file that was deleted is not created again.
 
@@ -317,7 +319,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """Repair, on the first call, a last row that a kill cut, and find the step of the last complete row."""
+        """On the first call, repair the end of the file after a kill, and find the step of the last complete row."""
         if self._ready:
             return
         if self.path.exists():
@@ -395,7 +397,8 @@ def write_values(root: Path, measurement: Measurement) -> None:
 def read_values(root: Path, measurement: Measurement) -> dict[str, ByPrompt]:
     """Return the stored `by_prompt` values, (prompts,) each, of a measurement's records, by the records' `key`.
 
-    The result is empty if there is no file, if it belongs to other weights, or if it is damaged, which is a warning.
+    The result is empty if there is no file, if the file belongs to other weights, or if it is damaged. A damaged file
+    is reported as a warning.
     """
     path = values_path(root, measurement)
     names = {key(measurement.analysis, record) for record in measurement.records}

@@ -179,7 +179,7 @@ def duration(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------ provenance
 
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
-_DIGITS, _FILES = 12, 2  # a table shows this many digits of a long hash, and files of a checkpoint
+_DIGITS, _FILES = 12, 2  # in a table: digits of a long hash; most files of a checkpoint that are listed by name
 
 
 def provenance(run: RunData) -> dict[str, Any]:

@@ -185,7 +185,7 @@ SEED = Range(0, 2**32 - 1, whole=True)
 
 
 def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str, Any]) -> None:
-    """Refuse the first value outside its range; None and missing values are left to the type checks.
+    """Refuse the first value outside its range. None and missing values are not checked.
 
     Raises:
         InputError: a value, or an item of a list, is outside its range.
@@ -198,7 +198,9 @@ def refuse_outside(where: str, ranges: Mapping[str, Range], values: Mapping[str,
 
 
 def refuse_below_one(where: str = "", **counts: int | None) -> None:
-    """Refuse the first option that is not a whole number of at least 1; None is left to the type checks.
+    """Refuse the first option that is not a whole number of at least 1. An option that is None is not checked.
+
+    `where` is put before the name of the option in the error message.
 
     Raises:
         InputError: there is such an option.
