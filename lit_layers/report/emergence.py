@@ -109,9 +109,10 @@ def timeline(clock: Clock, *, axis: AxisName = "step") -> Chart:
 
 
 def layer_fronts(clock: Clock, *, axis: AxisName = "step") -> list[tuple[StepCurve, Chart]]:
-    """Return, for each metric that emerges at two or more layers, a curve that names the metric and a chart.
+    """Return, for each metric that emerges at two or more layers, one of the metric's curves and a chart.
 
-    The chart shows at which time each layer has made half of its change, with one line per run.
+    The chart shows at which time each layer has made half of its change, with one line per run. The curve gives the
+    name and the tags of the metric.
     """
     by_metric = grouped(
         [pair for pair in zip(clock.curves, clock.times, strict=True) if pair[0].layer is not None and pair[1].emerges],
@@ -274,7 +275,7 @@ def _unchanged(clock: Clock, run: str) -> list[str]:
 def _figures(
     clock: Clock, axis: AxisName, layers: Sequence[LayerCurve]
 ) -> tuple[dict[str, Any], list[tuple[str, Chart]]]:
-    """Return the figures of the emergence page: blocks by section, and all charts with their file names."""
+    """Return the blocks of figures in each section of the emergence page, and all charts with their file names."""
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]

@@ -1,7 +1,7 @@
 """Curves, pictures and tables of measurements for experiment trackers, and writers for the user's loggers.
 
-Any Lightning logger receives curves through `log_metrics`. A W&B run also receives pictures of layers by steps and a
-table. No tracker is imported here unless the user passes one of its runs, in which case it is already imported.
+Any Lightning logger receives curves through `log_metrics`. A W&B run also receives heat maps over layers and steps, and
+a table. No tracker is imported here unless the user passes one of its runs, in which case it is already imported.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
     """Return the latest measurements of a run, without suspect checkpoints, and the result of `plain_settings`.
 
-    The latter names the settings (options and data) of each analysis that are logged under its plain name.
+    One analysis may have been measured with several settings (options and data). The curves of one of them, given by
+    `plain_settings`, have the analysis's name; the names of the others end in `@` and a hash.
     """
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
@@ -53,7 +54,7 @@ def curves_of(
     Values of layer pairs and of single tokens are left out. `scalars="all"` logs everything else. `scalars="plotted"`
     logs one variant of each metric (such as its mean but not its median), and values per layer only for one metric of
     each analysis: the one listed first in docs/metrics.md. `plain` is the result of `plain_settings`: the settings
-    (options and data) that are logged under the plain name of their analysis.
+    (options and data) whose curves have the analysis's name without a suffix.
     """
     curves = dict[str, Record]()
     for m in measurements:
@@ -74,7 +75,11 @@ def curves_of(
 
 
 def shown_records(measurement: Measurement) -> list[Record]:
-    """Return the records worth plotting: one variant per metric, without secondary metrics, baselines and lists."""
+    """Return the records worth plotting, of one variant per metric.
+
+    Secondary metrics, metrics without a figure of their own (such as baselines), reference values, and entries of lists
+    and tables are left out.
+    """
     of_metric = grouped(measurement.records, lambda record: record.metric)
     chosen = {metric: plainest(record.tags for record in each) for metric, each in of_metric.items()}
 
@@ -87,9 +92,10 @@ def shown_records(measurement: Measurement) -> list[Record]:
 
 
 def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], str]) -> dict[str, list[Measurement]]:
-    """Return the data of each picture of layers by steps, by its name: the measurements, reduced to one metric.
+    """Return the measurements that each heat map over layers and steps shows, by the name of the heat map.
 
-    Metrics with values per layer at fewer than two steps get no picture.
+    The measurements are reduced to one metric. A metric with values per layer at fewer than two steps has no heat map.
+    `plain` is the result of `plain_settings`.
     """
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:
@@ -101,7 +107,7 @@ def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], st
 
 
 def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
-    """Return a W&B row with one picture of layers by steps, up to `last_step`, for each metric with values per layer.
+    """Return a W&B row with a heat map over layers and steps, up to `last_step`, of each metric with values per layer.
 
     W&B shows pictures of the same name with a slider over steps.
     """
@@ -122,7 +128,7 @@ def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
 
 
 def are_maps_due(num_steps: int) -> bool:
-    """Return whether pictures of layers by steps are logged now: after 4, 8, 16, ... measured steps."""
+    """Return whether heat maps over layers and steps are logged now: after 4, 8, 16, ... measured steps."""
     return num_steps >= 4 and num_steps.bit_count() == 1
 
 
@@ -150,8 +156,8 @@ class WandbRun:
     """Writer of measurements to a W&B run of the user; it does not change the numbers of the user's own rows.
 
     W&B numbers the rows of a run, and drops a row whose number is lower than that of the previous row. Measurements are
-    therefore merged into the row that is currently open, at most one step per row. Steps that cannot be merged are
-    written at the end of the run.
+    therefore merged into the open row, which W&B has not yet sent. A row gets at most one step. Steps that cannot be
+    merged are written at the end of the run.
 
     Args:
         run: the W&B run.
@@ -177,9 +183,9 @@ class WandbRun:
             self._run.define_metric(STEP)
 
     def row(self, step: int, values: Mapping[str, Any]) -> None:
-        """Queue the curves and pictures of one step.
+        """Queue the curves and heat maps of one step.
 
-        If the user's logger writes no step into its rows (no axis), they are merged into the open row if possible.
+        Without an axis, they are merged into the open W&B row (the one not yet sent) if it has no other step.
         """
         # Write pending steps, except a single one: it may be step 0, which comes before the logger's first row.
         if self._is_shared and len(self._pending) > 1:
@@ -189,7 +195,7 @@ class WandbRun:
             self.join(step)
 
     def join(self, step: int) -> None:
-        """Merge the values of a step into the open row, unless that row has measurements of another step."""
+        """Merge a queued step into the open W&B row (the one not yet sent), unless this row has another step."""
         if step not in self._pending:
             return
         number, (taken, by) = self._run.step, self._last_rows.get(self._run.id, (-1, -1))
@@ -198,20 +204,23 @@ class WandbRun:
             self._last_rows[self._run.id] = number, step
 
     def end(self, root: Path) -> None:
-        """Write pending steps, the table and the final pictures; the run is left open for the user."""
+        """Write the queued steps, the table and the final heat maps; the run is left open for the user."""
         self.flush()
         self._run.log(end_of_run(root, f"{_SECTION}/{TABLE}"), commit=False)
 
     def flush(self) -> None:
-        """Write all pending steps after the user's last row, or log a warning if the user passes row numbers."""
+        """Write all queued steps after the user's last row.
+
+        If the user numbers the rows (`wandb.log(step=...)`), log a warning instead.
+        """
         if self._pending and not self._is_shared:
             self.join(max(self._pending))
         if not self._pending:
             return
         number = self._run.step
         if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
-            # The user passes row numbers. Write nothing: W&B would drop the user's next row if one of these rows took
-            # its number.
+            # The user numbers the rows. Write no queued step: if it took the number of the user's next row, W&B would
+            # drop that row.
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
             logger.warning(words, len(self._pending), _SECTION)
             return

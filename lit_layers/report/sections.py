@@ -33,7 +33,7 @@ def sections(
 ) -> list[dict[str, Any]]:
     """Return a section for each analysis of a run, or of models side by side, that has figures.
 
-    `num_layers` gives the number of layers of each model, whose last layers may not be measured. Secondary metrics
+    `num_layers` gives the number of layers of each model, because the last layers may have no values. Secondary metrics
     become the section's diagnostics.
     """
     shown = []
@@ -126,10 +126,10 @@ def shapes(
     num_layers: Mapping[str, int] | None = None,
     steps: Sequence[int] = (),
 ) -> list[Choice]:
-    """Return all figures of a metric, as choices of the reader: one choice per variant (set of tags).
+    """Return all figures of a metric. The page has a menu with one entry per variant (set of tags).
 
-    `steps` are all measured steps of the run. If models are compared (`comparing`), maps have one choice per model, and
-    a metric with only whole-model values has no figure.
+    `steps` are all measured steps of the run. If models are compared (`comparing`), each model has its own entries for
+    heat maps, and a metric with only whole-model values has no figure.
     """
     table: Any = part
     table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fewer rows make the code below faster
@@ -187,9 +187,9 @@ def shapes(
 
 
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
-    """Yield the maps of a metric for one choice of the reader.
+    """Yield heat maps, token paths and lists of values of a metric, for one entry of the menu on the page.
 
-    Paths of tokens, tables of a layer, and curves over training rows are drawn without other maps.
+    If the metric has token paths, a table per layer, or curves over training rows, only these are drawn.
     """
     has = {tag for point in points for tag in point.tags if point.layer is not None}
     kinds = [
@@ -233,9 +233,10 @@ def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the variants that the reader can choose, each with its text, the default first.
+    """Return the entries of a metric's menu on the page, as tags that select points and a text; the default is first.
 
-    Up to `_TOGETHER` whole-model variants with the same statistic are one choice: one figure shows all of them.
+    An entry is a variant (set of tags). If the metric only has values of the whole model, an entry is a statistic such
+    as the median, and one figure shows all its variants. This needs at most `_TOGETHER` variants per statistic.
     """
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
@@ -247,7 +248,8 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
             return [({"statistic": s}, tables.choice_text({"statistic": s})) for s in in_order]
     # Leave out variants that exist only for the whole model, e.g. a median, if others have values per layer.
     variants = [tags for tags in variants if any(map(tables.is_on_axes, tables.matching(points, tags)))] or variants
-    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants  # controls: dashed lines
+    # Leave out the controls of a probe: the figures of its other variants show them as dashed lines.
+    variants = [tags for tags in variants if tags.get("control") not in CONTROLS] or variants
     first = tables.plainest(variants)
     if len(variants) < 2:
         return [(first, tables.variant_text(first))]
@@ -306,7 +308,7 @@ def _kind(analysis: str) -> str:
     return next((each for each in (tables.GLUE, FINETUNE) if analysis.startswith(each)), TASKS)
 
 
-# For each block title: the variants that its figures show, and the function that draws them.
+# For the title of each figure block: the variants that its figures show, and the function that draws them.
 _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
     "Middle blocks changed": (MIDDLE_NAMES, plots.variant_curves),
     "Number of loops": ((LOOPED,), plots.loop_map),
@@ -315,9 +317,9 @@ _KINDS: dict[str, tuple[Sequence[str], Callable[..., Chart]]] = {
 
 
 def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, Callable[[], Chart]]]]:
-    """Return the figures for a section of interventions, by block title.
+    """Return the figures for a section of interventions, by the title of the figure block on the page.
 
-    Each figure is a text for the choice of the reader and a function that draws it.
+    Each figure is a pair: the text of its menu entry, and a function that draws it.
     """
     part, drawings = table[table["analysis"].isin(analyses)], dict[str, list[tuple[str, Callable[[], Chart]]]]()
     models, every = short_names([*part["run"].unique()]), [*_metrics(table, analyses)]
@@ -338,7 +340,7 @@ def _drawings(table: Any, analyses: Sequence[str]) -> dict[str, list[tuple[str, 
 
 
 def _metrics(table: Any, analyses: Sequence[str]) -> Iterator[tuple[str, Any, str, dict[str, Any]]]:
-    """Yield each metric of the analyses, as the text of a choice, the metric's rows, its name and figure options.
+    """Yield (text of the menu entry, rows, name, figure options) for each metric of the analyses.
 
     Metrics of the groups variant, task and cost come first. A metric measured under several conditions (such as values
     of the tag `when`) is yielded once per condition.

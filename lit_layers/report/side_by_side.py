@@ -138,11 +138,14 @@ def _prompt_differences(a: StepCurve, b: StepCurve, common: Array) -> tuple[Arra
 
 
 def _paired_means(diffs: Array, either: Array, values: Array, error: Array) -> tuple[Array, Array, Array, str]:
-    """Return the mean of differences per prompt at each step, for `difference`, with the standard error and df.
+    """Return the means over prompts of paired differences at each step, their standard errors, df, and a text.
 
-    Only prompts with a value in both runs are used; the text that is also returned counts the others. `values` and
-    `error` are the results without pairing. A step with fewer than two such prompts keeps both. A step where no prompt
-    is left out keeps `values`, which are more precise than the rounded values of single prompts.
+    Only prompts with a value in both runs are used. The text says how many others there are. `diffs` has the shape
+    (prompts, steps), and `either` counts the prompts with a value in at least one run.
+
+    `values` and `error` are the results without pairing. A step with fewer than two paired prompts keeps its `values`
+    and `error`. A step where no prompt is left out keeps its `values`, which are more precise than the rounded values
+    of single prompts.
     """
     diffs = np.where(np.isfinite(diffs), diffs, np.nan)
     n = np.isfinite(diffs).sum(0)
@@ -256,7 +259,7 @@ def _differing(recipes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 
 def training_chart(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
-    """Return one metric over training with intervals, one colour per group."""
+    """Return a chart of one metric over training, with intervals and one colour per group."""
     first = next(iter(lines.values()))
     series = []
     for number, name in enumerate(groups):
@@ -267,7 +270,7 @@ def training_chart(lines: Mapping[str, Line], groups: Sequence[str]) -> Chart:
 
 
 def difference_chart(line: Line) -> Chart:
-    """Return a difference over training, with its interval."""
+    """Return a chart of the difference between two runs or groups of seeds over training, with its interval."""
     zero = level([int(step) for step in line.at], 0.0, "no difference", width=1.4, legend=False)
     look = {"color": INK, "width": 2.2, "mark": "circle", "name": line.group}
     title = f"{line.curve.title}: {line.group}{f', without {line.left_out}' if line.left_out else ''}"
@@ -292,7 +295,7 @@ def _common_steps(lines: Iterable[Line]) -> list[float]:
 
 
 def layer_chart(by_layer: Mapping[int, Mapping[str, Line]], groups: Sequence[str]) -> Chart:
-    """Return one metric over the layers with intervals, one colour per group, and a slider over the common steps."""
+    """Return a chart of one metric over the layers, with one colour per group and a slider over the common steps."""
     steps = _common_steps(line for lines in by_layer.values() for line in lines.values())
     frames, series = spread(steps, FRAMES), []
     for number, name in enumerate(groups):
@@ -373,7 +376,7 @@ def _blocks(content: SideBySide) -> dict[str, list[Block]]:
         for of_tags in variants.values():
             by_layer = {key[2]: lines for key, lines in of_tags}
             layered = {layer: each for layer, each in by_layer.items() if layer is not None}
-            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]  # measured in all groups
+            of_all = [layer for layer, each in layered.items() if len(each) == len(groups)]
             lines = by_layer[None] if None in by_layer else layered[max(of_all or layered)]
             is_last = max(of_all or layered, default=0) == max(layered, default=0)
             at = "" if None in by_layer else ", the last layer" if is_last else ", the last common layer"

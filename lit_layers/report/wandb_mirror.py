@@ -92,7 +92,7 @@ class WandbMirror:
     def log_step(
         self, step: int, tokens: int | None, scalars: Mapping[str, float], measurements: Sequence[Measurement]
     ) -> None:
-        """Send the points of one finished step, and pictures of layers by steps if they are due."""
+        """Send the points of one finished step, and heat maps over layers and steps if they are due."""
         if self._run is None:
             return
         with self._stop_on_error():
@@ -160,7 +160,10 @@ class WandbMirror:
         self._run = run
 
     def _read_notes(self) -> None:
-        """Read the log of sent rows, mark the rows that W&B has as sent, and remove the others from the log."""
+        """Read the log of sent rows, and mark as sent the rows that are at W&B.
+
+        The other rows are removed from the log, and are sent again.
+        """
         file, noted = self.root / "wandb" / NOTES, list[dict[str, Any]]()
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             with contextlib.suppress(ValueError):  # skip an incomplete last line
@@ -180,7 +183,10 @@ class WandbMirror:
         replace_file(file, "".join(json.dumps(row) + "\n" for row in [*rows, last]))
 
     def _file_rows(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
-        """Return all points in the run's files, sorted by step."""
+        """Return step, tokens, scalars and measurements of each point in the run's files, sorted by step.
+
+        A point is one measurement without scalars, or one row of metrics.jsonl without measurements.
+        """
         measured, self._plain = shown.measured_in(self.root)
         found: list[Any] = [(m.step, m.tokens, {}, [m]) for m in measured if m.step is not None]
         self._steps |= {step for step, *_ in found}
@@ -277,7 +283,7 @@ def save_workspace(root: str | Path, target: str) -> str:
 
 
 def workspace_of(root: str | Path, entity: str, project: str) -> Any:
-    """Return a W&B workspace with one chart of all layers for each metric, and the pictures of layers by steps."""
+    """Return a W&B workspace with one chart of all layers for each metric, and heat maps over layers and steps."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
