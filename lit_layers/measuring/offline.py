@@ -261,7 +261,7 @@ class _Measuring:
 
     def _lacking(self, checkpoint: Checkpoint) -> Sequence[Analysis]:
         analyses = self.analyses[checkpoint.name]
-        if self.series.is_single:  # which of them are done is only known once the model is loaded and hashed
+        if self.series.is_single:  # which analyses are done is only known once the model is loaded and hashed
             return analyses
         facts = {"weight_files": checkpoint.source.weights(), "dtype": self.options.weights_dtype}
         return not_done(self.earlier.store, self.earlier.run_of(checkpoint), checkpoint.step, analyses, **facts)

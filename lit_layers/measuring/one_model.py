@@ -247,7 +247,7 @@ class _Views:
         return self._made[precision]
 
     def renew(self) -> None:
-        """Discard the copies, because an analysis changed one of them."""
+        """Discard the copies of the model, because an analysis may have changed them."""
         self._made = {"own": self.own}
 
 
@@ -264,7 +264,10 @@ def _prepare(view: LayeredModel, analysis: Analysis, weights_hash: str | None) -
 
 @dataclass
 class _Reader:
-    """An analysis, and the rows of data (texts or images) that it reads for one argument of its `compute`."""
+    """One data set (texts or images) that an analysis reads.
+
+    The values of its rows become the argument `argument` of the analysis's `compute`.
+    """
 
     outcome: Outcome
     argument: str
@@ -272,10 +275,11 @@ class _Reader:
     num_updates: int = 0
 
     def due(self, ranks: OneProcess | Ranks, number: int, first: int, count: int) -> list[tuple[int, int, int]]:
-        """Return the calls of `update` that this rank must make in a microbatch, each as (index, first row, end).
+        """Return the calls of `update` that this rank must make in a microbatch, each as (index, start, end).
 
-        Ranks take turns by microbatch. An analysis that limits the rows of an update (`at_once`) is costly, so ranks
-        take turns by call of `update` instead.
+        `index` numbers the calls of `update` over all microbatches. A call reads the rows start to end - 1 of the
+        microbatch. Ranks take turns by microbatch. If the option `at_once` limits the rows of a call, the analysis is
+        costly, so ranks take turns by call instead.
 
         Args:
             number: index of the microbatch.
