@@ -66,8 +66,8 @@ def replaced(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]) -> Iterator[None]:
     """Inside the context, replace the `forward` of each block and disable the hooks of the blocks.
 
-    The states that the new functions return were recorded after the hooks had run, so the hooks must not change these
-    states again.
+    The new functions return states that were recorded in an earlier forward pass, after the hooks had run. The hooks
+    must not change these states again.
     """
     hooks = ("_forward_pre_hooks", "_forward_hooks")
     saved = [(block, name, getattr(block, name)) for block in blocks for name in hooks]

@@ -241,7 +241,7 @@ class Family:
     origin: str = "row"  # "row" if this is a row of `FAMILIES`, "structure" if the blocks were found in a call
     checks: tuple[tuple[str, Any], ...] = ()  # name and result of each check; empty for a row of `FAMILIES`
     takes_padding: bool = True  # whether padding after a text leaves its states unchanged
-    is_causal: bool = True  # whether no state depends on later tokens; only meaningful if they generate text
+    is_causal: bool = True  # whether no state depends on later tokens; only meaningful if the model generates text
     needs_all: bool = False  # whether the head needs all tokens at once, because it pools or compares them
 
     @property
@@ -279,9 +279,9 @@ class Family:
         return None if self.norm is None else trunk_of(model).get_submodule(self.norm)
 
     def identities(self, num_blocks: int, last: Tensor | None = None) -> list[Callable[..., Any]]:
-        """Return for each block a function to replace its `forward`. It returns its input state, or `last` if given.
+        """Return a new `forward` for each block. Each function returns its input state, or `last` if given.
 
-        The state is returned in the block's own format: as a tensor, or as the first item of a tuple.
+        The state is returned in the format of the block's output: as a tensor, or as the first item of a tuple.
         """
         return [identity_forward(length, last) for length in self.num_returned(num_blocks)]
 
@@ -348,8 +348,8 @@ FAMILIES = (
     # With `use_mean_pooling`, BEiT's `layernorm` is the identity and the pooler applies a norm after the mean over
     # patches. In such a model, the "final norm" of this row does not change the states of the last layer.
     _images("beit", "Beit", beit_head),
-    # CLIP applies `post_layernorm` to the class token only and returns patches as the last block leaves them. Here the
-    # norm applies to all tokens, so `last_hidden_state` would differ from it. The pooled outputs agree.
+    # CLIP applies `post_layernorm` only to the class token that it pools, and its `last_hidden_state` has no norm. Here
+    # the norm applies to all tokens, so the normed states differ from `last_hidden_state`. The pooled outputs agree.
     _images("clip_vision", "CLIPVision", clip_head, classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),
             blocks="encoder.layers", norm="post_layernorm", results=("image_embeds", "pooler_output")),
 )

@@ -261,7 +261,9 @@ def _candidates(values: Mapping[Any, Tensor], ids: Tensor, num_words: int) -> tu
 
 
 def _pick_key(network: nn.Module, values: Mapping[Any, Tensor], fitting: list[Any]) -> Any:
-    """Return the key of the scores among the outputs of a network: "logits", or the only one in `fitting`.
+    """Return the key of the scores among the outputs of a network: "logits", or the only key in `fitting`.
+
+    `fitting` lists the keys of the outputs that have the shape of scores.
 
     Raises:
         InputError: if `fitting` is empty, or has several keys and none of them is "logits".

@@ -74,8 +74,6 @@ class Probe:
 
 
 class SeenCall(NamedTuple):
-    """A recorded call of a module."""
-
     module: nn.Module
     state: Any  # input state; None if the module got no tensor
     args: tuple
@@ -204,8 +202,6 @@ class PositionTables(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# The checks.
-
 # Largest relative errors that count as rounding: for float32 and float64, then for 16-bit dtypes. float64 has no
 # smaller limit, because parts of any model (a softmax, a norm) may compute in float32.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
@@ -270,7 +266,7 @@ class Evidence:
         )
 
     def check_chain(self) -> float:
-        """Check that calling the blocks one by one gives the states of the model if the output of block 1 is changed.
+        """Change the output of block 1, and check that blocks called one by one give the same states as the model.
 
         Each block is called on the output of the block before it. Its other arguments are those of the unchanged pass.
 

@@ -78,9 +78,11 @@ def _refuse_hidden_states(network: Network, args: tuple, kwargs: dict[str, Any])
 class _Order:
     """Functions that replace the `forward` of each block inside a `running_order` context.
 
-    The new `forward` of each block records its arguments and returns its input. That of the last block also runs the
-    schedule, on the input of block 1. The model reads the number of cached tokens from the first L slots of a key-value
-    cache, so each execution of a block stores its keys and values in a slot after these.
+    The new `forward` of a block records the block's arguments and returns its input state. The last block therefore
+    receives the input of block 1, and its new `forward` runs the whole schedule on this state.
+
+    A model of L blocks takes the number of cached tokens from the first L slots of a key-value cache. Each execution of
+    a block stores its keys and values in a slot of its own after the first L, so that this number remains correct.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Find the families of classes without a row in `FAMILIES` by watching one call; accept them only if all checks pass.
+"""Find the blocks, norm and head of model classes that the table `FAMILIES` does not list, by watching one call.
 
 Hooks watch one call of the model. Its blocks are the list of modules that run once each, in order, each with the output
-of the one before as its input. Checks on the actual weights (`proof`) then show that nothing else happens between
-layer 0 and the logits. Final norm and head are never called separately: a state is read out by the model's own call,
-with bypassed blocks.
+of the block before as its input. Checks on the actual weights (`proof`) then show that nothing else happens between
+layer 0 and the logits. A model that fails a check is refused. Final norm and head are never called separately. To read
+out a state, the model itself is called, with blocks that return this state.
 """
 
 import copy
@@ -132,9 +132,10 @@ def _digest(model: Network) -> str:
 
 
 def _prove_float32(model: Network) -> FoundFamily:
-    """Call `prove` on a model; if a weight has 16 bits, on a float32 copy of the model.
+    """Run all checks of `prove` on a model; if a weight has 16 bits, on a float32 copy of the model.
 
-    In float32, the tolerance is small enough to detect a small failure. A model with weights on the disk is not copied.
+    In float32, the checks allow only small rounding errors, so they also detect small differences. A model with weights
+    on the disk is not copied.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return prove(model)

@@ -95,7 +95,7 @@ class LayeredModel:
 
         The class is not enough to know this, because the config may say `is_causal: false`.
         """
-        if self.family.origin != "row":  # `Evidence.is_causal` has already checked it
+        if self.family.origin != "row":  # not in `FAMILIES`: `Evidence.is_causal` has checked the model
             return True
         texts = probe_texts(self.model)[:2]  # they differ only in the last token
         hidden = self.trajectory({"input_ids": texts}).hidden[:, :, :-1]
@@ -410,7 +410,7 @@ class Trajectory:
         return block_calls.read_by_length(self.model.own_logits, self.mask, columns, hidden)
 
     def _batch(self) -> dict[str, Tensor]:
-        """Return `inputs` with padding moved back, so that each token is at its position in the batch."""
+        """Return `inputs` with tokens and padding at their original positions in the batch."""
         back = (lambda column: column) if self.alignment is None else self.alignment.restore
         return {name: back(column) for name, column in self.inputs.items()}
 
