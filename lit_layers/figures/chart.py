@@ -156,12 +156,16 @@ class Chart(Picture):
         return spec
 
     def whole(self, *, still: bool = True) -> dict[str, Any]:
-        """Return the specification with title, data and theme, so that it can be drawn on its own."""
+        """Return the Vega-Lite specification with title, data and theme, so that it can be drawn on its own.
+
+        `still` omits tooltips and the slider, and shows the last frame.
+        """
         spec = self.spec(still=still)
         spec["data"]["values"] = spec["data"]["values"] or rows_of(self)
         at = [f"Step {self.frames[-1]:,}"] if still and len(self.frames) > 1 else []
         title = {"title": {"text": self.title, "subtitle": at, "subtitleColor": MUTED}}
-        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0  # wide fonts
+        # Add one pixel per letter of the longest row label: with a wide font, the labels need more room.
+        wider = max(map(len, (self.x.labels or {}).values()), default=0) if self.horizontal else 0
         room = {"padding": {"left": 5 + wider, "right": 5, "top": 5, "bottom": 5}} if wider else {}
         return {"$schema": _SCHEMA, **title, **room, **spec, "config": CONFIG}
 

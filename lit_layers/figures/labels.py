@@ -27,7 +27,10 @@ def escape(text: object) -> str:
 
 
 def mid_sentence(title: str) -> str:
-    """Return a title as it is written within a sentence: prompt entropy, but DiME of halves, Pearson correlation."""
+    """Return a title with a lower-case first letter, e.g. `prompt entropy`.
+
+    Names and abbreviations keep their capital: `Pearson correlation`, `DiME of halves`.
+    """
     word = title.partition(" ")[0]
     return title if word.startswith(_NAMES) or not word[1:].islower() else title[0].lower() + title[1:]
 
@@ -111,6 +114,6 @@ def number_text(metric: str) -> Callable[[float], str]:
 
 
 def whole(number: float) -> str:
-    """Return the text of an integer, or of a mean of integers with three digits; a dash for NaN."""
+    """Return the text of a number: an integer in full, a mean of integers with three digits, and NaN as a dash."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
     return DASH if math.isnan(number) else text.replace("-", MINUS, 1)

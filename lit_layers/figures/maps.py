@@ -93,7 +93,10 @@ def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, l
 def slider_map(
     title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
 ) -> Chart:
-    """Return a heat map over the keys of two axes, with a slider over the steps in `frames`; `look` is for `Cells`."""
+    """Return a heat map over the keys of two axes, with a slider over the steps in `frames`.
+
+    `look` holds keyword arguments of `Cells`, and `options` those of `Chart`.
+    """
     cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
     return Chart(title=title, x=x, y=y, cells=cells, frames=[*frames], **{"height": 450, **options})
 

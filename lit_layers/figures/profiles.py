@@ -68,7 +68,10 @@ def level(x: Sequence[Any], value: float, name: str, *, color: str = MUTED, dash
 
 
 def levels_of(metric: str, x: Sequence[Any], **look: Any) -> list[Series]:
-    """Return a list with a line at the value that a metric's definition implies for comparison; empty without one."""
+    """Return a list with the reference line of a metric; empty if the metric has none.
+
+    The line is at `Metric.level`, a value for comparison that follows from the metric's definition.
+    """
     row = look_up(metric)
     return [] if row.level is None else [level(x, row.level, row.level_name, **look)]
 
@@ -84,7 +87,6 @@ def color_bar(
 
 
 def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
-    """Return the axis of a metric's values."""
     is_log = look_up(metric).log if log is None else log
     return Axis(title=look_up(metric).unit, log=is_log, whole=look_up(metric).whole, **options)
 
@@ -194,7 +196,10 @@ def layer_profile(
 
 
 def _parts(frame: pd.DataFrame, metric: str, of_models: bool, **chosen: Unpack[Chosen]) -> dict[Any, list[Point]]:
-    """Return a metric's points by checkpoint, or by model if `of_models`, without those of layer pairs and tables."""
+    """Return a metric's points by checkpoint, or by model if `of_models`.
+
+    Values of layer pairs, and entries of tables (e.g. over token pairs), are left out.
+    """
     if not of_models:
         return dict(sorted(grouped(plain(select(frame, metric, **chosen, over_steps=True)), lambda p: p.step).items()))
     rows = rows_of(frame, metric, chosen.get("analysis"))
@@ -362,7 +367,7 @@ def fixed_limits(
 
 
 def plain(points: Iterable[Point]) -> list[Point]:
-    """Return the points of single layers, of distances and of the whole model, without layer pairs and tables."""
+    """Return the points that are neither values of layer pairs nor entries of tables (e.g. over token pairs)."""
     return [point for point in points if point.other_layer is None and not is_tabular(point)]
 
 
@@ -372,7 +377,7 @@ def ordinal_of(points: Iterable[Point]) -> str:
 
 
 def indexed(points: Iterable[Point], number: str) -> list[Point]:
-    """Return the points that have a `number` ("layer", or a tag such as "distance"), without reference points."""
+    """Return the points with a value of `number`: "layer", or a tag such as "distance". Leave out reference points."""
     return [point for point in points if point.index(number) is not None and point.reference is None]
 
 

@@ -81,7 +81,7 @@ class Scatter:
     path: bool = False
 
     def kinds(self) -> list[Any]:
-        """Return the distinct groups in order; an empty list if they are not coloured, because there are too many."""
+        """Return the distinct groups in order, or an empty list if the points are not coloured by group."""
         kinds = dict.fromkeys(group for group in self.groups or () if group is not None)
         if all(map(_is_number, kinds)):
             return sorted(kinds)
@@ -104,7 +104,10 @@ class Scatter:
         return _padded(self.x), _padded(self.y)
 
     def line(self) -> tuple[list[float], list[float], list[float], list[float]] | None:
-        """Return the least-squares line and its 95% band as (x, y, low, high); None for a path or if undefined."""
+        """Return the least-squares line and its 95% band as (x, y, low, high).
+
+        None is returned if `path` joins the points, or if the line is undefined.
+        """
         if self.path:
             return None
         from lit_layers.functional.correlation import UndefinedError, fit_line, line_band  # slow: loads torch

@@ -18,7 +18,7 @@ from lit_layers.records import AUDIT, AXES, COLUMNS
 # Tags of records that are not drawn as curves over layers: relation of word pairs, training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
 # Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # with `task`: an analysis has only one
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`, because an analysis has only one task
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -28,11 +28,12 @@ _PLAINEST = {
     "of": "accuracy",
     "domain": None,
 }
+# For each of these tags: the display text of a variant without the tag.
 _ABSENT = {
     "statistic": "mean",
     "control": "true labels",
     "domain": "all tasks",
-}  # display text of variants that lack this tag
+}
 MEAN = "mean_over_tasks"
 MEDIAN = "intervene/median_over_tasks"
 GLUE = "intervene/glue"
@@ -115,7 +116,6 @@ def select(
 
 
 def rows_of(frame: pd.DataFrame, metric: str, analysis: str | None = None) -> Any:
-    """Return the rows of one metric, restricted to one analysis if given."""
     rows: Any = frame[frame["metric"] == metric]
     return rows if analysis is None else rows[rows["analysis"] == analysis]
 
@@ -171,9 +171,10 @@ def variants_of(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> tuple[list[Point], dict[str, Any]]:
-    """Return the points of one variant and its tags: the plainest (see `plainest`) with values per layer or distance.
+    """Return the points and the tags of one variant (set of tags).
 
-    `tags` are the tags that selected the points. If the points have a single variant, all are returned.
+    `plainest` chooses the variant among those with values per layer or per distance. If the points have a single
+    variant, all are returned. `tags` are the tags that selected the points.
     """
     drawable = [variant for variant in variants_of(points) if any(map(is_on_axes, matching(points, variant)))]
     if len(variants_of(points)) < 2:
@@ -185,7 +186,9 @@ def plainest_points(points: Sequence[Point], tags: Mapping[str, Any] | None) -> 
 def drawable(
     frame: pd.DataFrame, metric: str, keep: Callable[[Point], bool], missing: str, **chosen: Unpack[Chosen]
 ) -> tuple[list[Point], dict[str, Any]]:
-    """Return a metric's points for which `keep` is true, of its plainest variant only (see `plainest`), and its tags.
+    """Return the points of one variant of a metric for which `keep` is true, and the tags of the variant.
+
+    `plainest_points` chooses the variant among these points.
 
     Raises:
         ValueError: there are no such points; `missing` names them in the message, e.g. `values per head`. `select`
@@ -213,7 +216,10 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant (set of tags) closest to a plain mean without normalization, or the first of several."""
+    """Return the variant (set of tags) that differs from a plain mean in the fewest tags, or the first of several.
+
+    A plain mean has, for example, no normalization and no control.
+    """
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
 
@@ -223,7 +229,10 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 
 
 def choice_text(tags: Mapping[str, Any]) -> str:
-    """Return the text of a variant in a list of choices; if all its tags are None, a text such as `mean`."""
+    """Return the text of a variant in a menu or legend, e.g. `k = 12, median`.
+
+    If all tags are None, the text says what a variant without the first tag is: `mean` without the tag `statistic`.
+    """
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
         return ", ".join(filter(None, [text, _ABSENT["domain"]]))
@@ -251,7 +260,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     """Return how far each main metric moved from the first checkpoint to the last.
 
     A metric that only has values of the whole model has one row per variant. A metric that describes another metric's
-    curve (tag `of`) has one row. A metric with values per layer has one row for its plainest variant (see `plainest`),
+    curve (tag `of`) has one row. A metric with values per layer has one row, for the variant that `plainest` chooses,
     with the value of the whole model, or, if there is none, of the last layer. Secondary metrics, medians, layer pairs,
     reference rows, lists of values, categories, sample sizes and most interventions are left out.
 

@@ -43,8 +43,8 @@ def emergence_curves(
     drawn in all its variants. Lines per layer show one variant, which the title names.
 
     Args:
-        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default: the
-            variant closest to a plain mean.
+        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default for
+            lines per layer: the first variant that is a mean without normalization or control, if there is one.
         baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their whole-model values
             are drawn; `layer_profile` draws their values per layer.
         allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
@@ -160,7 +160,7 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return the quantity whose values have a line each (layer, distance, ...), if any, and the points that have it.
+    """Return the quantity (layer, distance, ...) that has one line per value, or None, and the points on these lines.
 
     Of a list of values, such as singular values, only the first entry is used.
     """

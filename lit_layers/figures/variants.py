@@ -1,4 +1,8 @@
-"""Figures of scores under other orders of the blocks: over middle blocks, loops, single blocks, and models."""
+"""Figures of the scores that a model has with a changed order of its blocks.
+
+They show the scores over the number of changed middle blocks, over the number of loops, and over the index of a single
+changed block. Several models are drawn as one line each.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
