@@ -57,7 +57,7 @@ class Choice:
     rule: Rule
     tolerance: float
     validation: Mapping[int, Score]  # scores of layers 0 to L on the validation rows
-    baseline: float  # score on the validation rows of a prediction that ignores the input
+    baseline: float  # validation score of a prediction that ignores the input
     shares: Mapping[int, float]  # share of the bootstrap resamples of validation rows that choose each layer, 1 to L
     test: Mapping[int, Score]  # test scores of the chosen layer and the last layer
     difference: Score  # test score of the chosen layer minus that of the last layer, paired over rows

@@ -1,4 +1,4 @@
-"""Export of a model cut after a layer, with probe, tokenizer and page, and loading it as a classifier."""
+"""Export of a model cut after a layer, with probe, tokenizer and README.md, and loading it as a classifier."""
 
 import json
 import re
@@ -239,7 +239,7 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Facts about an exported model for its page."""
+    """Facts about an exported model that its README.md shows, the model card."""
 
     source: str  # name of the model on the Hub, or a folder
     choice: Choice
@@ -260,7 +260,7 @@ def render(
         card: Facts about the model.
         facts: Facts about the probe.
         package: The package that loads the model, transformers or timm.
-        picture: Name of the picture file next to the README, or None for a page without a picture.
+        picture: Name of the picture file next to README.md; None: no picture.
         final_norm: Whether the model has a norm after its last block.
         of_images: Whether the model reads images.
     """
@@ -309,7 +309,7 @@ def export(
         head: The probe of this layer.
         folder: The folder to create.
         tokenizer: The tokenizer, or the folder or name to load it from; None for image models.
-        card: Facts for the page.
+        card: Facts for README.md.
         batches: Batches to check the export with.
         overwrite: Whether to replace an earlier export. Other folders are never replaced.
 

@@ -1,4 +1,4 @@
-"""Files about the layer chosen for a model (numbers, picture, page, exported model), and about several models."""
+"""Files about the layer chosen for a model (numbers, picture, HTML page, exported model), and about several models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ _PICK = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """The layer chosen for a model and a task, with all that its files report."""
+    """The layer chosen for a model and a task. Its methods write the numbers, a picture, a page and the cut model."""
 
     name: str  # name of the model in the picture
     files: ModelFiles
@@ -124,7 +124,7 @@ class Selection:
         return Chart(title=title, x=x, y=Axis(title=what), series=series, height=380)
 
     def export(self, folder: Path, picture: Path, *, overwrite: bool) -> None:
-        """Write the model cut after the chosen layer, with its probe and a page that shows `picture`."""
+        """Write the model cut after the chosen layer, with its probe and a README.md that shows `picture`."""
         task, choice = self.task, self.choice
         about: Any = {"task": task.name, **{name: getattr(task, name) for name in ("pooling", "max_tokens", "classes")}}
         about |= {"kind": "regression" if task.classes is None else "classification", "layer": choice.layer}
