@@ -133,7 +133,7 @@ def are_maps_due(num_steps: int) -> bool:
 
 
 def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
-    """Return a W&B row with the table of all records, called `name`, and the final pictures.
+    """Return a W&B row with the table of all records, called `name`, and the final heat maps.
 
     The row is empty if nothing was measured.
     """

@@ -215,9 +215,10 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """Return what a reader can choose for a metric, as figure options with a text.
+    """Return the entries of a metric's menu on the page: the options of a figure, and a text.
 
-    A choice is a variant. If each layer (or pair of blocks) has a table of values, it is a variant and a layer.
+    An entry is a variant (set of tags). If each layer (or pair of blocks) has a table of values, an entry is a variant
+    of one layer.
     """
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:

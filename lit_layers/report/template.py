@@ -28,7 +28,7 @@ Choice = tuple[str, Iterable[Captioned]]  # text of a choice, and its figures
 
 
 class Block(dict[str, Any]):
-    """Figures that share a title and a note on a page, with the choices of the reader."""
+    """Figures that share a title and a note on a page, with a menu from which the reader chooses."""
 
 
 class Cells(NamedTuple):

@@ -21,8 +21,9 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # Detour of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
 # trainings, mostly 1.4 to 2. A checkpoint below the limit is off the path.
 LINE = 0.5
-TENSOR_LINE = 0.5  # limit of the detour if it is computed from one tensor alone
-FAR_LESS = 0.6  # a detour below its limit is a fault only if it is also less than this share of every other detour
+TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
+# A checkpoint below LINE is a fault only if its detour ratio is also below this share of every other checkpoint's.
+FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
 # returned to old values. Healthy trainings have at least 0.67.
 RETURN = 0.6
