@@ -23,13 +23,13 @@ Array = NDArray[np.floating[Any]]
 # a minute and 5 GB, 10,000 would take hours and 500 GB.
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
-GRID = 300  # largest number of points of a drawn curve; there are at least 2 per interval between checkpoints
+GRID = 300  # largest number of points of a curve drawn at random, with at least 2 per interval between checkpoints
 RETURNED = 0.25  # a curve that keeps at most this share of its largest change to the end does not emerge
-# A drawn curve shows its last level if it stays there for at least SEEN times the time from its half-way point to that
-# level. The level counts as not reached if more than the share OFTEN of the drawn curves do not show it.
+# A curve drawn at random has settled if it stays at its last level for at least SEEN * t, where t is the time that it
+# takes from its half-way point to this level. The last level counts as not reached if more than the share OFTEN of the
+# drawn curves have not settled. The first level is judged in the same way.
 SEEN, OFTEN = 0.6, 0.1
-# A drawn curve jumps between two checkpoints if each neighbouring interval has at most JUMP times the change between
-# them.
+# A drawn curve jumps between two checkpoints if it changes at most JUMP times as much in each neighbouring interval.
 JUMP = 0.15
 FLAT_CURVES = 999  # number of simulated flat curves for each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
@@ -52,11 +52,11 @@ class Time(NamedTuple):
 class EmergenceTimes:
     """Result of `emergence_times`: whether and when a curve changes.
 
-    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. If a curve returns to its first level,
-    `changes` is True but `emerges` is False. `before` is True if the curve may already be changing at its first
-    checkpoint, `not_yet` if it may still be changing at its last checkpoint. `num_checkpoints` is the number of
-    checkpoints with a value, `num_gaps` the number of checkpoints without a value.
-    `halfway_draws` (draws,) are the half-way points of the drawn curves in steps, empty if the curve is flat.
+    `onset`, `halfway`, `peak` and `plateau` are None if the curve is flat. If a curve changes and then returns to near
+    its first value, `changes` is True but `emerges` is False. `before` is True if the curve may already be changing at
+    its first checkpoint, `not_yet` if it may still be changing at its last checkpoint. `num_checkpoints` is the number
+    of checkpoints with a value, `num_gaps` the number of checkpoints without a value. `halfway_draws` (draws,) are the
+    half-way points, in steps, of random curves drawn given the values. It is empty if the curve is flat.
     """
 
     emerges: bool
@@ -227,7 +227,8 @@ class _Curve:
             raise ValueError(f"expected values at {most}, got {valid.sum():,}")
         x, y = x[valid], y[valid]
         whole, rows = (None, None) if replicates is None else whole_rows(replicates, valid)
-        # Scaling by a power of two is exact and changes no time. Afterwards no square overflows or underflows.
+        # Scaling values by a power of two is exact and does not move the onset, half-way point, peak or plateau. After
+        # scaling, no square overflows or underflows.
         unit = -int(np.frexp(max(np.abs(y).max(), 0 if rows is None else np.abs(rows).max()))[1])
         covariance, y = None, np.ldexp(y, unit)
         if stderr is not None:
@@ -302,8 +303,8 @@ def _errors(stderr: ArrayLike, valid: NDArray[np.bool_], unit: int) -> Array:
 def _t_test(rows: Array) -> float:
     """Return the p-value of the hypothesis that a curve is flat, by Student's t over its replicates `rows`.
 
-    The union bound combines the tests of several contrasts. These are each split into earlier and later checkpoints,
-    and each checkpoint against all others.
+    A contrast is the difference of two means: over some checkpoints, and over all others. There is a contrast for each
+    split into earlier and later checkpoints, and one for each checkpoint. The union bound combines their tests.
     """
     count, n = rows.shape
     early = np.tri(n, n, -1)[1:]  # row s: 1 at the first s + 1 checkpoints
@@ -313,7 +314,8 @@ def _t_test(rows: Array) -> float:
     weights = contrasts / inside - (1 - contrasts) / (n - inside)
     each = rows @ weights.T
     error = each.std(0, ddof=1) / np.sqrt(count)
-    # Coarse values may give the same contrast in all rows. Its t would be infinite without being evidence of a change.
+    # A contrast may have the same value in all replicates, for example if all values are 0 or 1. Its t would then be
+    # infinite without being evidence of a change.
     differ = error > 1e-12 * np.abs(rows).max()
     if not differ.any():
         return 0.0
@@ -351,12 +353,19 @@ def _flat_noise(checkpoints: int) -> list[Array]:
 def _change_statistics(curves: Array, weight: Array, known: bool) -> Array:
     """Return statistics (statistics, curves) that are large if a curve (curves, checkpoints) is not flat.
 
-    The gain of the best split (see `_gains`) is multiplied by (1 - r) / (1 + r), with r the lag-1 correlation of its
-    residuals. Correlated residuals contain less information than independent ones.
+    G is the gain of the best split (see `_gains`), R the sum of its squared residuals and r their lag-1 correlation.
+    Correlated residuals contain less information than independent ones, hence the factor (1 - r) / (1 + r).
 
-    With known errors, the second statistic is the sum of squared deviations from the mean, each clipped. Without them,
-    the gain is divided by an estimate of the noise: from the residuals of the split, or from differences of
-    neighbouring values.
+    Statistics if the errors of the values are known:
+
+    1. G (1 - r) / (1 + r)
+    2. the sum of squared deviations from the mean in standard errors, each square at most `CLIPPED`^2
+
+    Statistics if they are unknown, with D the mean squared difference of neighbouring values:
+
+    1. G / R (1 - r) / (1 + r)
+    2. G / D
+    3. the first statistic, with r estimated from differences of values
     """
     gain = _gains(curves, weight)
     after = np.arange(curves.shape[1]) > gain.argmax(1)[:, None]
@@ -431,7 +440,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     peak = risen.argmax(1)
 
     def crossing(level: float, before: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the index after the last grid point, up to index `before`, at which each curve is below a level."""
+        """Return the first grid index from which each curve stays at or above a level until index `before`."""
         below = (risen < level) & (np.arange(len(grid)) <= before[:, None])
         return np.minimum(last - below[:, ::-1].argmax(1) + 1, last)
 
@@ -465,12 +474,14 @@ def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
 
 
 def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
-    """Return the draws (draws,) of a time, in an order that follows its estimates from bootstrap samples (draws,).
+    """Reorder the draws (draws,) of a time so that they correlate with its bootstrap estimates (draws,).
 
-    Resampling moves all curves of the same prompts together. Other uncertainty, such as the course of a curve between
-    checkpoints, is independent between curves. Let w be the variance of the estimates divided by that of the draws, at
-    most 1. The draws get the ranks of w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates and e are
-    independent normal numbers. The distribution of the draws stays the same.
+    Curves of the same prompts share their bootstrap samples, so their reordered draws correlate as well. Other
+    uncertainty, such as the course of a curve between checkpoints, is independent between curves.
+
+    Let w be the variance of the estimates divided by that of the draws, at most 1. The draws get the ranks of
+    w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates and e are independent normal numbers. The
+    distribution of the draws stays the same.
     """
     # Both variances come from the distance of the quantiles 0.16 and 0.84: two standard deviations of normal draws.
     # Outliers do not change it.
@@ -484,7 +495,8 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
 def centered(rows: Array) -> Array:
     """Return the rows minus their means over checkpoints, and minus the mean of all rows.
 
-    A constant that is added to a row changes no time, so the errors of the curve must not include it.
+    A constant that is added to a row does not move its onset, half-way point, peak or plateau. The errors of the curve
+    must therefore not include it.
     """
     residuals = rows - rows.mean(1, keepdims=True)
     return residuals - residuals.mean(0)

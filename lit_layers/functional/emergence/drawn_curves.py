@@ -31,17 +31,18 @@ Array = NDArray[np.floating[Any]]
 # Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence,
 # often a single model has nearly all of the weight, and its intervals are too narrow.
 TEMPER = 0.9
-# `mean_curves` leaves out processes with at most the share RARE of the weight. It uses up to MOST_PAIRS pairs of steps.
+# `mean_curves` leaves out Gaussian processes with at most the share RARE of the weight. It uses up to MOST_PAIRS pairs
+# of steps.
 RARE, MOST_PAIRS = 5e-3, 100
-SPLITS = 2  # rounds of splitting the likeliest steps
-# `_two_steps` tries TRIED steps in each round with every other step. It keeps pairs whose log-evidence is at most
-# LIKELY below that of the best pair, and at most MAX_DOUBLES pairs.
+SPLITS = 2  # rounds in which the likeliest steps are replaced by finer ones (`Steps.split`)
+# In each round, `_two_steps` pairs TRIED steps with all steps. It keeps pairs whose log-evidence is at most LIKELY
+# below that of the best pair, and at most MAX_DOUBLES pairs.
 TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
 BATCH = 2**17  # largest number of entries of an array in one batch: 1 MB
 # The steps (sudden changes in level) that are tried first: number of locations, and widths as shares of the length of
 # the axis.
 LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
-SPLIT = 12  # number of steps of each shape that a round splits
+SPLIT = 12  # number of curves that a round refines: in total for curves with two steps, of each shape for one step
 DECIMALS = 6  # log-evidences are compared after rounding to this many decimals: smaller differences are rounding errors
 
 
@@ -95,7 +96,7 @@ class Steps(NamedTuple):
         return _joined(cls(np.zeros(1, dtype=np.intp), x[:1], np.ones(1), *np.zeros((3, 1))), steps)
 
     def values(self, x: Array) -> Array:
-        """Return the values at `x` of all steps with height 1, (points, steps)."""
+        """Return each step, as a function of height 1, at the points `x`, (points, steps)."""
         scaled = (x[:, None] - self.loc) / self.width
         for kind, shape in enumerate(SHAPES):
             mine = self.shape == kind
@@ -107,7 +108,10 @@ class Steps(NamedTuple):
         return Steps(*fields)
 
     def split(self) -> "Steps":
-        """Return a finer grid: each step's cell is split in 3 by location and in 3 by width, with one step per part."""
+        """Return nine finer steps for each step, one for each part of its cell.
+
+        The cell is the range of locations and log widths that the step represents. Both ranges are divided in 3.
+        """
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
             loc, width = self.loc + along * self.cell, self.width * np.exp(across * self.ratio)
@@ -138,10 +142,10 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Log of the prior probability of each pair, before it is raised to a power by `_softmax_`.
+        """Log of the prior probability of each pair, without the power `TEMPER`.
 
-        Curves with no, one and two steps are equally likely. A pair of two steps counts twice, because the steps can
-        be in either order.
+        Curves with no step, with one step and with two steps are equally likely. The probability of a pair of two steps
+        is doubled, because only one of the two orders of its steps is in the list.
         """
         return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two
 
@@ -155,16 +159,16 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Return nine pairs for each pair: its step `side` (0 or 1) is replaced by each of the nine of `Steps.split`.
+        """Return nine pairs for each pair: its step `side` (0 or 1) is replaced by each of nine finer steps.
 
-        In the new pairs, the replaced step comes second.
+        `Steps.split` makes the finer steps. In the new pairs, the finer step comes second.
         """
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return the indices of the likeliest pairs, whose second step is to be split: `SPLIT` for each shape of it."""
+        """Return the indices of the pairs with the largest evidence: `SPLIT` for each shape of the second step."""
         shape = self.steps.shape[self.index[1]]
         groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
@@ -227,12 +231,15 @@ class _Processes:
         return (slice(start, start + size) for start in range(0, count, size))
 
     def whiten(self, columns: Array, rows: slice = slice(None)) -> Array:
-        """Return L^-1 `columns`, (processes, n, any), for values or shapes of steps in `columns` (n, any)."""
+        """Return L^-1 `columns` for the Cholesky factor L of each process in `rows`, (processes, n, any).
+
+        `columns` (n, any) are curves or steps, with their values at the n checkpoints.
+        """
         n = len(columns)
         return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
     def base_evidence(self, white: Array, rows: slice = slice(None)) -> Array:
-        """Return the log-evidence, without steps, of each column of whitened values, (processes, columns)."""
+        """Return the log-evidence of models without a step for each column of whitened values, (processes, columns)."""
         # The density of the values without its factor (2 pi)^(-n / 2), which is the same for every model.
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
@@ -282,9 +289,10 @@ def _products(first: Array, second: Array) -> Array:
 
 
 def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
-    """Return `slope` and `schur` of the module docstring, for the precision matrix of two step heights.
+    """Return slope = cross / diag_1 and the Schur complement diag_2 - slope cross, which is at least `prior`.
 
-    `diag` are its two diagonal entries, `cross` is its off-diagonal entry, `prior` the prior precision of a height.
+    The heights of two steps have a precision matrix with the diagonal `diag` and the off-diagonal entry `cross`.
+    `prior` is the prior precision of a height.
     """
     slope = cross / diag[0]
     # In exact arithmetic this is never below `prior`. For two nearly equal steps the difference is mostly rounding,
@@ -293,7 +301,7 @@ def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Arra
 
 
 def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
-    """Return twice the log-evidence that two steps add: the second formula of the module docstring.
+    """Return twice the log-evidence that two steps add: the formula for two steps in the module docstring.
 
     `dot`, `diag` and `cross` are those of the formula, `prior` is the prior precision of a step's height.
     """
@@ -396,10 +404,10 @@ def _condition_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """Return the mean of the curves that `draw_curves` draws, for each row of `values`, (samples, grid).
+    """Return the mean curve given each row of `values`, (samples, grid): the mean of what `draw_curves` would draw.
 
-    `values` (samples, points) has the values of one curve in each row, from one bootstrap sample. Processes and steps
-    that are unlikely for the mean of all rows are left out. This is accurate enough, because the results only decide
+    Each row of `values` (samples, points) is the same curve in another bootstrap sample. Gaussian processes and steps
+    that are unlikely given the mean of all rows are left out. This is accurate enough, because the results only decide
     the order of draws in `coupled_draws`.
     """
     level = values.mean(1, keepdims=True)
@@ -412,7 +420,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     directions, constant, to_heights = _directions(processes, pairs, x)
     (count, _, both), sets = directions.shape, values.shape[1]
     num_pairs, white = both // 2, processes.whiten(values)
-    along = directions.transpose(0, 2, 1) @ white  # (processes, both, sets)
+    along = directions.transpose(0, 2, 1) @ white  # (processes, 2 x pairs, samples)
     evidence = along[:, :num_pairs] ** 2 + along[:, num_pairs:] ** 2
     evidence += constant[..., None] + processes.base_evidence(white)[:, None]
     weight = _weights(evidence, pairs)
@@ -433,13 +441,16 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Return what `mean_curves` needs of the pairs of steps, before it reads values of a curve.
+    """Return what `mean_curves` needs and what does not depend on the values of a curve.
 
-    - Directions (processes, n, 2 x pairs): first for the first step of each pair, then for the second. The products
-      of a pair's two directions with the whitened values, squared and added, are half the quadratic terms of `_gain`.
-    - The remaining part of the log-evidence, (processes, pairs): half the logarithm in `_gain`, and the prior.
-    - A matrix for each pair, (pairs, 2, processes x 2). It maps the products above, of all processes, to the mean
-      heights of the two steps.
+    Symbols are those of the module docstring. With r the whitened values, two steps add to the log-evidence of a
+    process (e_1'r)^2 + (e_2'r)^2 + constant.
+
+    - Directions (processes, n, 2 x pairs): e_1 = d_1 / sqrt(2 diag_1) of all pairs, then
+      e_2 = (d_2 - slope d_1) / sqrt(2 schur) of all pairs.
+    - The constant, (processes, pairs): -log(diag_1 schur / prior^2) / 2 plus the log prior probability of the pair.
+    - A matrix for each pair, (pairs, 2, processes x 2). It maps e_1'r and e_2'r of all processes, each times the weight of
+      its model, to the mean heights of the two steps.
     """
     shapes, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
     first, second = (shapes.take(index, 2) for index in pairs.index)
@@ -458,9 +469,9 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
     """Return the models that may explain a curve, and the evidence of each, (processes, pairs).
 
-    A model is a Gaussian process plus a pair of steps (sudden changes in level). Pairs with "no step" come first, pairs
-    of two steps last. Values with small errors determine the width of a step to a few percent, more closely than the
-    first grid of widths. The likeliest steps are therefore split into narrower ones in `splits` rounds.
+    A model is a Gaussian process plus zero, one or two steps (sudden changes in level). Models with two steps are last
+    in the list of pairs. Values with small errors determine the width of a step to a few percent, more closely than
+    the first grid of widths. The likeliest steps are therefore replaced by finer ones in `splits` rounds.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
@@ -477,7 +488,10 @@ def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tup
 
 
 def _best_by_height(kernels: Sequence[_Kernel], evidence: Array) -> NDArray[np.intp]:
-    """Return the indices of the likeliest process of each kernel height, so that `_two_steps` can try only these."""
+    """Return the index of the Gaussian process with the largest evidence, for each kernel height (standard deviation).
+
+    `_two_steps` tries only these processes.
+    """
     return np.array([*{kernels[row].height: row for row in np.argsort(evidence)}.values()])
 
 
@@ -503,7 +517,8 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
     first, second = np.divmod(likely[order], len(every))
     pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
     pairs = pairs.select(np.arange(len(order)))
-    for _ in range(2 * splits):  # splits both in turn: the new step comes second
+    # Each turn replaces the first step of a pair by a finer one, which becomes the second. So two turns refine both.
+    for _ in range(2 * splits):
         order = likeliest(evidence, len(evidence))
         parts = pairs.select(order[-SPLIT:]).split(0)
         pairs = pairs.select(order[:-SPLIT]).concat(parts)
@@ -512,13 +527,14 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
 
 
 def _weights(evidence: Array, pairs: Pairs) -> Array:
-    """Return the weights of all models from their evidence (processes, pairs, ...), with pairs of two steps last.
+    """Return the weights of all models from their evidence (processes, pairs, ...).
 
-    A model is a Gaussian process plus a pair of steps. Half of the weight follows the evidence of all models, half that
-    of models with at most one step. Two smooth steps explain almost everything, so that the process has almost no
-    variance. Such a model is too certain of the peak between its steps: the true shape of this peak is unknown. A
-    process with at most one step wanders where a curve with two steps is flat. Neither is exactly right for a training
-    curve, so each determines half of the weight.
+    A model is a Gaussian process plus zero, one or two steps. Models with two steps must come last along the axis
+    `pairs`. Half of the weight follows the evidence of all models, half that of models with at most one step.
+
+    Neither half alone is right for a training curve. Two steps can explain nearly all of a curve, so that the process
+    has almost no variance. Such a model is too certain of the shape of the peak between its steps. With at most one
+    step, the process must follow the second change of a curve. Such a model is too uncertain where the curve is flat.
     """
     fewer = int((~pairs.are_two).sum())
     simple = _softmax_(evidence[:, :fewer].copy()) if fewer else None
@@ -530,7 +546,10 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
 
 
 def _softmax_(evidence: Array) -> Array:
-    """Turn log-evidences (processes, pairs, ...), in place, into weights that sum to 1 over processes and pairs."""
+    """Turn log-evidences of models (processes, pairs, ...) into weights, in place.
+
+    The evidence is raised to the power `TEMPER`. The weights sum to 1 over the first two axes.
+    """
     evidence -= evidence.max((0, 1))  # exp of a log-evidence of 1,000 would overflow
     evidence *= TEMPER
     np.exp(evidence, out=evidence)
