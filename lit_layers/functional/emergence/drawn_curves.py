@@ -449,8 +449,8 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
     - Directions (processes, n, 2 x pairs): e_1 = d_1 / sqrt(2 diag_1) of all pairs, then
       e_2 = (d_2 - slope d_1) / sqrt(2 schur) of all pairs.
     - The constant, (processes, pairs): -log(diag_1 schur / prior^2) / 2 plus the log prior probability of the pair.
-    - A matrix for each pair, (pairs, 2, processes x 2). It maps e_1'r and e_2'r of all processes, each times the weight of
-      its model, to the mean heights of the two steps.
+    - A matrix for each pair, (pairs, 2, processes x 2). It maps e_1'r and e_2'r of all processes, each times the weight
+      of its model, to the mean heights of the two steps.
     """
     shapes, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
     first, second = (shapes.take(index, 2) for index in pairs.index)
