@@ -28,9 +28,9 @@ LIMITS = ("n_positions", "max_position_embeddings", "max_seq_len")  # config.jso
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of running analyses on a model or a series.
+    """Result of a command that runs analyses on a model or a series.
 
-    `root` is the folder of the results. `steps` are the steps that were measured, or None for all steps of a series.
+    `root` is the folder of the results. `steps` are the steps that the command measured; None: all steps of the series.
     """
 
     root: Path
@@ -49,12 +49,12 @@ class Outcome:
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """Return the successful measurements: first a list of those of all steps, then a list of those of `steps`.
+        """Return two lists of successful measurements: of all steps in the file, and of the steps measured now.
 
         Only analyses whose name starts with `prefix` are included. If an analysis was measured with several settings
-        (options and data), only one of them is used: the settings of this run, or, for an analysis that this run did
-        not measure, the default of `lit_layers.identity`. Only the last measurement of each analysis and step counts.
-        If it failed, earlier ones are not used, because the weights may have changed in between.
+        (options and data), this command's settings are used. For an analysis that this command did not measure,
+        `lit_layers.identity` chooses the settings. Only the last measurement of each analysis and step counts. If it
+        failed, earlier ones are not used, because the weights may have changed in between.
         """
         complete = [each for each in shown(self.measurements, self.settings) if each.error is None and each.records]
         complete = [each for each in complete if each.analysis.startswith(prefix)]

@@ -101,11 +101,10 @@ register_type(Numbers, list, functools.partial(_parse_list, Numbers, int))
 
 
 class Recipe:
-    """The command line of a verb (command) and the recipes that it names.
+    """The options of a command (verb), from its command line and from the recipe files named there.
 
-    `read` parses both; it can be called again with other defaults.
-
-    For `fit`, arguments before the first option are recipe names.
+    `read` parses the command line and the recipe files. It can be called again with other defaults for the options. For
+    `fit`, arguments before the first option are names of recipes.
 
     Raises:
         InputError: a package of `--code` or a recipe does not exist.
@@ -135,7 +134,8 @@ class Recipe:
             name, value = action.dest, options.get(action.dest)
             if isinstance(value, str) and not value.strip() and name != "separator":  # empty: an unset shell variable
                 raise InputError(f"{name}: expected a name or a path, got {value!r}")
-            if action.nargs == 0 and not isinstance(options.get(name, False), bool):  # a recipe's value for a flag
+            # On the command line a flag takes no value, but a recipe can give it any value.
+            if action.nargs == 0 and not isinstance(options.get(name, False), bool):
                 raise InputError(f"{name}: expected true or false, got {value!r}")
             allowed = getattr(action, "allowed", None)
             if allowed is not None and isinstance(value, int | float | tuple):
@@ -173,7 +173,7 @@ class RecipeParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         keys = [*self.get_defaults(skip_validation=True).keys(branches=True)]
-        is_verb = self.prog.startswith("lit-layers ")  # otherwise it parses a class, which has few keys
+        is_verb = self.prog.startswith("lit-layers ")  # otherwise the options of a class, few enough to list
         others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
         raise InputError(one_sentence(message, keys, ex, others=others)) from ex
 

@@ -23,10 +23,10 @@ _current: "Stopping | None" = None
 
 
 class Stopping:
-    """A SIGTERM handler that records the signal.
+    """A SIGTERM handler that records the signal in `asked`.
 
-    The first SIGTERM raises SystemExit, so that open files and folders are closed properly, unless `finish_first` is
-    set.
+    The first SIGTERM also raises SystemExit, so that open files and folders are closed properly. It does not if
+    `finish_first` is set.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class Stopping:
 
 
 def finish_first() -> None:
-    """Let the rest of the command ignore SIGTERM.
+    """Only record a SIGTERM from now on, instead of exiting.
 
-    Call this where the running code handles SIGTERM itself or ends soon.
+    Call this before training, where Lightning handles SIGTERM, and before the last files of the command are written.
     """
     if _current is not None:
         _current.finish_first = True

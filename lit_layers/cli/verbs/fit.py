@@ -209,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                if run.trainer.is_global_zero:  # lets `_closing` write a report that is missing
+                if run.trainer.is_global_zero:  # `_closing` then writes the report: a kill may have prevented it
                     run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
@@ -239,7 +239,8 @@ def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
     """Return the point to resume from and whether the training had already finished; print a line about it."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
-    if point is not None and point.step >= end and not is_first_rank():  # other ranks verify it now: all must agree
+    # Only the first rank has verified the checkpoint. The others do it here: all must agree whether training is over.
+    if point is not None and point.step >= end and not is_first_rank():
         point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
     if run.trainer.is_global_zero and point is not None:
