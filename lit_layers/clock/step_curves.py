@@ -25,7 +25,7 @@ Tags = Mapping[str, Any]
 
 MONOTONICITY = "monotonicity_spearman"
 STATISTICS = (MONOTONICITY, "monotonicity_fraction_increasing", "monotonicity_largest_drop")
-CHOICES = ("plateau_layer", "best_layer")  # only for metrics of which we know which values are better
+CHOICES = ("plateau_layer", "best_layer")  # only for metrics with a known better direction
 LAYER_COLUMNS = ("run", "analysis", "metric", "tags", "step", "statistic", "value", "low", "high")
 LAYER_COLUMNS = (*LAYER_COLUMNS, "num_layers", "num_undefined", "over")
 STILL = 0.05  # share of the range over layers: `plateau_layer` ignores smaller gains from one layer to the next
@@ -282,10 +282,12 @@ def curve_of_points(
 def prompts_of_curve(at: Array, values: Array, rows: Mapping[int, ByPrompt]) -> Array | None:
     """Return the values of single prompts at the checkpoints `at` of a curve, (prompts, checkpoints), or None.
 
-    `values` is the curve, `rows` maps checkpoints to the stored values of the prompts. Undefined values are NaN. Return
-    None if no values of prompts are stored at a checkpoint where the curve has a value, or if the number of prompts
-    differs between checkpoints. A prompt is complete if it has a value wherever the curve has one. Also return None if
-    fewer than two prompts are complete, or fewer than half of the prompts that have any value there.
+    `values` is the curve, `rows` maps checkpoints to the stored values of the prompts. Undefined values are NaN. A
+    prompt is complete if it has a value at every checkpoint where the curve has one. Return None if
+
+    - a checkpoint where the curve has a value has no stored values of prompts;
+    - the number of prompts differs between checkpoints;
+    - fewer than two prompts are complete, or fewer than half of those with any value at these checkpoints.
     """
     known = np.isfinite(values)
     lengths = {len(rows[step]) if step in rows else 0 for step in at[known].tolist()}
@@ -428,7 +430,8 @@ def _layer_statistics(layers: Sequence[StepCurve], seed: int) -> Iterator[LayerC
 def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> Array:
     """Return statistics over layers, (curves, statistics), of `rows` (curves, layers): a metric's values at `layers`.
 
-    They are `STATISTICS` and, if it is known which values of the metric are better, `CHOICES`.
+    The columns are Spearman's rho with depth, the share of rising layers and the largest drop. If `better` is "higher"
+    or "lower", two chosen layers follow: the first on the plateau and the best.
     """
     import torch
 

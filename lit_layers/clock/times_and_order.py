@@ -24,7 +24,7 @@ from lit_layers.functional.emergence.curve_times import (
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
-# The first columns of times.csv. The remaining ends of intervals and two counts of checkpoints follow them.
+# The first columns of times.csv. The ends of the other intervals and two counts of checkpoints follow them.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
@@ -37,7 +37,9 @@ WIDEST = 0.25  # share of the log axis: half-way points with wider intervals are
 
 @dataclass(frozen=True)
 class Clock:
-    """Curves with their emergence times; `confidence` is the level of their verdicts and intervals.
+    """Curves with their emergence times.
+
+    `confidence` is the confidence level of the intervals, and of the tests that decide whether a curve emerges.
 
     `left_out` maps each reason why curves have no times to the number of these curves.
     """
@@ -118,9 +120,10 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 
 
 def times_table(clock: Clock) -> pd.DataFrame:
-    """Return a table with one row per curve: the columns `COLUMNS`, the remaining ends of intervals, and two counts.
+    """Return a table with one row per curve. Its first columns are `COLUMNS`.
 
-    The counts are the numbers of checkpoints with and without a value.
+    The ends of the intervals of onset, peak and plateau follow, and the numbers of checkpoints with and without a
+    value.
     """
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
@@ -187,7 +190,7 @@ def p_before(first: Timed, second: Timed) -> tuple[float, bool]:
 
 
 def few_seeds_sentence(clock: Clock) -> str:
-    """Return a sentence on how weak a verdict over two or three seeds is, or "" for more seeds."""
+    """Return a warning that a test of emergence over two or three seeds is weak, or "" for more seeds."""
     seeds = min((len(curve.seeds) for curve in clock.curves if curve.seeds is not None), default=FEW_SEEDS + 1)
     if seeds > FEW_SEEDS:
         return ""
