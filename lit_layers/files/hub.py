@@ -122,11 +122,15 @@ class Hub:
     def __init__(self) -> None:
         from huggingface_hub import HfApi  # takes 0.2 s, which a local series does not need
 
-        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else a pickle starts a thread that asks the Hub
+        # Without this, transformers starts a thread on loading a pickle, which asks the Hub for a safetensors version.
+        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
         self.api = HfApi()
 
     def commits(self, repo: str) -> dict[str, str]:
-        """Return the commit of every branch and tag, with one request. If both have the same name, the branch's."""
+        """Return the commit of every branch and tag, by name, with one request.
+
+        If a branch and a tag have the same name, the commit is that of the branch.
+        """
         with hub_errors(f"cannot list the branches of {repo}"):
             refs = self.api.list_repo_refs(repo)
         return {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}

@@ -21,8 +21,8 @@ def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "
     """Hold the lock of a run folder for writing.
 
     Processes that share the work as shards (i, n), with the same n, may hold it at the same time, each with its own
-    lock file. A training that does not measure (`part="training"`) and the processes that measure its checkpoints
-    (`part="measuring"`) may also hold it at the same time.
+    lock file. A training may leave the measuring of its checkpoints to other processes. The training
+    (`part="training"`) and these processes (`part="measuring"`) may then also hold the lock at the same time.
 
     Raises:
         InputError: another process writes to the folder, or it is not writable.
@@ -56,7 +56,7 @@ def is_held(root: str | Path) -> bool:
 
 
 def is_training(root: str | Path) -> bool:
-    """Return whether a training that does not measure is writing to the folder."""
+    """Return whether a training whose checkpoints are measured by other processes is writing to the folder."""
     path = Path(root) / ".writer-training.lock"
     try:
         with _lock(path) if path.exists() else contextlib.nullcontext():
