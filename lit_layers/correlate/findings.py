@@ -53,10 +53,10 @@ class Covariate:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The correlations of the metric of a table of models with its score, and warnings about them.
+    """The correlations between the metric and the score in a table of models, and warnings about them.
 
-    `corrected` has the coefficients of the metric minus its baseline. `given` names the columns that the user asked to
-    hold fixed.
+    `rows` has the coefficients of the metric, `corrected` those of the metric minus its baseline. `given` names the
+    columns that the user asked to hold fixed.
     """
 
     metric: str
@@ -275,9 +275,11 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 class Choice:
     """A rule that chooses a layer for each task without using labels, and the scores at the layers it chooses.
 
-    The rule takes the layer where a metric is smallest or largest: `rule` is "min" or "max", the direction. If `metric`
-    is None, the rule was chosen by the scores of the other models, and `rule` names its direction and metric.
-    `is_chosen` is true if this rule scores highest on the other models.
+    The rule takes the layer where `metric` is smallest (`rule` is "min") or largest ("max"). `is_chosen` is true if
+    this direction scores higher on the other models.
+
+    If `metric` is None, the metric and direction with the highest score on the other models are used. `rule` then names
+    both, for example "min prompt_entropy".
     """
 
     metric: str | None
@@ -316,7 +318,8 @@ class ModelFindings:
 class LayerFindings:
     """The results of `correlate_layers` for all models.
 
-    `basis` is a sentence for the reader about how the rules that choose layers were found.
+    `basis` is a sentence for the page. It says whether the scores of other models chose the metric and the direction
+    (smallest or largest value) that choose a layer.
     """
 
     models: list[ModelFindings]

@@ -321,9 +321,9 @@ LOGS = (*SIZES, "k")  # columns whose logarithms are used, because sizes differ 
 class ModelTable:
     """A table of models for a correlation: `frame` has a row per model with its name, metric, score and other columns.
 
-    `baseline` is the column with the value that the metric has by chance (or that its width predicts). `corrected` is
-    the column with the metric minus this value. Both may be None. `left_out` gives, for each model that lacks a value,
-    the reason.
+    `baseline` is the column with the value that the metric has by chance, or that the model's width predicts.
+    `corrected` is the column with the metric minus this value. Both may be None. `left_out` maps each model that lacks
+    a value to the reason.
     """
 
     frame: pd.DataFrame
@@ -338,7 +338,7 @@ class ModelTable:
     notes: list[str] = field(default_factory=list)
 
     def title(self, column: str) -> str:
-        """Return the title of a column in figures and tables: its own name, unless the column is a known quantity."""
+        """Return the title of a column in figures and tables; the name of the column if no title is known."""
         known = {name: sentence(name) for name in (*SIZES, "model", "step", "layer")} | {"tokens": "Training tokens"}
         return self.titles.get(column) or known.get(column, column)
 
@@ -361,7 +361,7 @@ class ModelTable:
     def missing_notes(self, given: Sequence[str], group: str | None) -> list[str]:
         """Return notes that name the models without a value in a column of `given` or in the column `group`.
 
-        Coefficients that hold this column fixed leave these models out.
+        Coefficients that hold such a column fixed, or group by it, leave these models out.
         """
         lack = {name: np.isnan(self.values(name)) for name in given}
         lack |= {group: self.frame[group].isna().to_numpy()} if group else {}

@@ -261,7 +261,8 @@ ESTIMATES = {
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
     """Return a table of the scores at chosen layers, with one row per model and rule that chooses layers.
 
-    The rule that scores highest on the other models is bold.
+    For each model and metric there are two rules: the smallest and the largest value. The rule with the higher mean
+    score on the other models is bold. The rule that is chosen from all metrics is also bold.
     """
     groups = []
     for model in findings.models:
