@@ -19,9 +19,10 @@ from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 # measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12 if half of 1,000
 # values are at s = 1.7e-4 and the others at 1.
 _MIN_SHARE = 3e-8
-# The same limit, for entropies and ranks, can be lower. There a singular value s has the weight s or s^2, so errors of
-# small values change the result little: an error of EPS / 2s changes the entropy of n values by less than
-# n EPS / 2s log(1 / s). On states of language models, the measured error of the entropy is below 4e-11.
+# Entropies and ranks allow a lower limit for eigenvalues than singular values do. In them a singular value s has the
+# weight s or s^2, so errors of small values change the result little: an error of EPS / 2s changes the entropy of n
+# values by less than n EPS / 2s log(1 / s). On states of language models, the measured error of the entropy is below
+# 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
 _MIN_TRACE = 1e-200  # a Gram matrix with a smaller trace is not used, because squares of small values underflow
 
@@ -105,8 +106,8 @@ def singular_factors(
 
     `bounds` are at most `tolerance` if float64 allows. For dim >= 64 and count up to a third of dim, the triples come
     from the leading eigenvectors of J'J in float64, with J a matrix. All other matrices get a full singular value
-    decomposition in float64. So do matrices with ties or tiny singular values, if their bound exceeds `tolerance`, or
-    the smaller of `tolerance` and 1e-6 if dim is at most 256. The same input gives the same output.
+    decomposition in float64. So do matrices for which the bound from J'J exceeds a limit, because of ties or tiny
+    singular values. The limit is `tolerance`, but at most 1e-6 for dim <= 256. The same input gives the same output.
 
     The relative error of `values` is below `tolerance`^2 and not part of `bounds`. Vectors are in float64 for dim <=
     512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot reach. Otherwise they are in
@@ -174,8 +175,8 @@ def _leading_eigenvectors(gram: Tensor, count: int) -> tuple[Tensor, Tensor]:
     from scipy.linalg import eigh  # torch and numpy only have full decompositions
 
     last = gram.shape[-1] - 1
-    # Computing all vectors takes twice the time of computing `count` of them at count = dim / 10, but only 0.7 of that
-    # time at dim / 3. For narrow matrices all vectors never take longer.
+    # For count = dim / 10, computing all vectors takes twice as long as computing `count` of them. For count = dim / 3
+    # it takes only 0.7 times as long. For narrow matrices it never takes longer.
     is_part = last >= NARROW and 5 * count <= last
     pairs: list[Any] = []
     for each in gram:
@@ -216,14 +217,16 @@ def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> T
     most the residual divided by the distance to the other singular values. The computed singular values are known up to
     their own residuals, and all others are below `further` (n). Negative eigenvalues are farther away than `further`.
 
-    For A = U' J1 V, `|A - A'|_F <= s_1(J1) (|U - U'|_F + |V - V'|_F)`, with `s_1(J1) <= |s_1,K|_2`.
+    Let U, V be the K computed vectors and U*, V* the exact ones. For A = U' J1 V and A* = U*' J1 V* of any matrix J1,
+    `|A - A*|_F <= s_1(J1) (|U - U*|_F + |V - V*|_F)`. `miscoupling` divides |A - A*|_F by the 2-norm of K singular
+    values of J1, which is at least the largest of them, s_1(J1).
     """
     steps = values[:, :-1] - values[:, 1:]
     under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)
     above = torch.nn.functional.pad(steps - residuals[:, :-1], (1, 0), value=math.inf)
     gaps = torch.minimum(under, above).minimum(values - further[:, None])
     sines = torch.where(gaps > residuals, residuals / gaps, math.inf)
-    errors = math.sqrt(2) * sines[:, :count]  # |v - v'| <= sqrt(2) sin for unit vectors of equal sign
-    # |U - U'|_F and |V - V'|_F of the K leading vectors are each at most the root of the sum of their squared errors.
+    errors = math.sqrt(2) * sines[:, :count]  # |v - v*| <= sqrt(2) sin for unit vectors of equal sign
+    # |U - U*|_F and |V - V*|_F of the K leading vectors are each at most the root of the sum of their squared errors.
     # The factor 2 is for the sum of both.
     return 2 * errors.square().cumsum(-1).sqrt()

@@ -58,7 +58,6 @@ class Alignment(NamedTuple):
         return _take_tokens(values, self.inverse)
 
     def select(self, some: slice) -> "Alignment":
-        """Return the alignment of some prompts of the batch."""
         return Alignment(*(part[some] for part in self))
 
 
@@ -269,9 +268,11 @@ class Attention:
     query: Tensor
     key: Tensor
     value: Tensor
-    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # prompts, positions -> p, w (picked, heads, tokens)
+    # From prompts and positions of query tokens, return the softmax weights p and w = p c' of the formulas above, each
+    # (picked, heads, tokens).
+    weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     matmuls: tuple[int, int] | None  # which of the block's products give scores and output; None if fused
-    pattern: Callable[[int], Tensor]  # prompt index -> p of all its tokens, (heads, queries, keys)
+    pattern: Callable[[int], Tensor]  # from a prompt index, return p of all its tokens, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
         p, w = self.weights(prompts, pos)
@@ -308,7 +309,7 @@ class Expansion(NamedTuple):
     query_map: Tensor  # (picked, heads, head_dim, head_dim)
 
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raise `Unsupported` if a token has another query, key or value on its own than within its prompt.
+        """Raise `Unsupported` if the query, key or value of a token changes when the block runs on this token alone.
 
         The expansion is valid only at the point around which it was computed.
         """
@@ -487,7 +488,10 @@ def _fused_attention(
 
 
 class Replay(_Calls):
-    """Replaces the attention output of a block that runs on single tokens; the block may attend only once."""
+    """Replaces a block's attention output by `answer(query, key, value)` while the block runs on single tokens.
+
+    The block may attend only once.
+    """
 
     # Call torch's attention module without masks: the recorded weights include them, and a mask for the whole prompt
     # does not fit one token.
@@ -519,7 +523,10 @@ class Replay(_Calls):
 
 
 def expect_single_tokens(output: Tensor, states: Tensor) -> None:
-    """Raise `Unsupported` if a block does not return one token for one, as if it adds a table of all positions."""
+    """Raise `Unsupported` if the output of a block for prompts of one token is not one token for each prompt.
+
+    For example, a block that adds embeddings of all positions returns more tokens.
+    """
     if output.shape != (len(states), 1, states.shape[-1]):
         raise Unsupported("it does not make one token of one token")
 
@@ -538,7 +545,7 @@ def sum_heads(values: Tensor, heads: int) -> Tensor:
 
 
 def _check_point(single: Tensor, expected: Tensor) -> None:
-    """Raise `Unsupported` if a token's query, key or value on its own differs from the `expected` one in its prompt."""
+    """Raise `Unsupported` if a query, key or value of a token alone (`single`) is not the one in its prompt."""
     tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
     if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")

@@ -287,10 +287,12 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Compares a random combination of rows, r' J with a random vector r, for each input token. Errors are relative to
-    the Jacobian without the skip, because this must also be right if it is small. The error that rounding of the skip
-    explains is subtracted first. The cost is one forward pass on the first prompt, and one backward pass each for its
-    first and last output token. NaN if the block's own derivative is not finite.
+    Compares a random combination of rows, r' J with a random vector r, for each input token. The error that rounding
+    explains is subtracted. The rest is divided by the norm of r' J, or by that without the skip connection if it is
+    smaller. Otherwise the identity in J could hide errors of a block with small derivatives.
+
+    The cost is one forward pass on the first prompt, and one backward pass each for its first and last output token.
+    NaN if the block's own derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
@@ -318,7 +320,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (picked, dim, dim) of tokens with respect to themselves.
+    """Return the Jacobians (picked, dim, dim) of output tokens with respect to the input tokens at their positions.
 
     `pairs` (3, picked) has a prompt, an output position and an equal input position in each column.
     """
@@ -331,7 +333,7 @@ def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (picked, dim, dim) of output tokens with respect to other tokens, the input tokens.
+    """Return the Jacobians (picked, dim, dim) of output tokens with respect to input tokens at other positions.
 
     `pairs` (3, picked) has a prompt, an output position and an input position in each column. The input token affects
     the output token only through its key and its value.

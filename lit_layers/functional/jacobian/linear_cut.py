@@ -48,9 +48,9 @@ _ENTRIES_ELSEWHERE = 2**27
 class Linear(NamedTuple):
     """One linear map in a block that is called on `picked` single tokens."""
 
-    input: Tensor  # (picked, .., in), a function of earlier leaves
+    input: Tensor  # (picked, .., in), computed from outputs of earlier maps, at which autograd's graph is cut
     weight: Tensor  # (out, in)
-    output: Tensor  # (picked, .., out), a leaf
+    output: Tensor  # (picked, .., out), a leaf of autograd's graph
 
 
 class Link(NamedTuple):
@@ -146,7 +146,7 @@ class CutBlock:
                 self.links.append([] if node is None else links_of(node.input, self.leaves[:before]))
 
     def jacobians(self) -> Tensor:
-        """Return d block(x) / dx, (picked, dim, dim).
+        """Return d block(x) / dx for each picked token x, (picked, dim, dim).
 
         Raises:
             Unsupported: the inputs of its attention do not come from linear maps.
@@ -160,29 +160,28 @@ class CutBlock:
         return result
 
     def from_attention(self) -> Tensor:
-        """Return d block(x) / d attention output, (picked, dim, heads x head_dim)."""
+        """Return d block(x) / d attention output for each picked token x, (picked, dim, heads x head_dim)."""
         with torch.enable_grad():
             parts = [self._cotangents(rows, None) for rows in self._chunks()]
         return torch.cat(parts).expand(-1, self.picked, -1).transpose(0, 1)
 
     def _chunks(self) -> Iterator[slice]:
-        width = max(leaf.numel() for leaf in self.leaves)  # entries for all picked tokens
+        width = max(leaf.numel() for leaf in self.leaves)  # entries of the largest leaf, all picked tokens together
         entries = _ENTRIES.get(self.output.device.type, _ENTRIES_ELSEWHERE)
         num = max(1, min(self.dim // 64, round(self.dim * width / entries)))
         size = math.ceil(self.dim / num)
         return (slice(start, min(start + size, self.dim)) for start in range(0, self.dim, size))
 
     def _joined(self) -> dict[int, Tensor]:
-        """Return the Jacobians of the attention output with respect to the inputs of the maps that feed it.
+        """Return the Jacobians of the attention output with respect to the inputs of the query, key and value maps.
 
-        These are the linear maps that compute queries, keys and values. Each key is the index in `leaves` of the
-        output of such a map, each value the Jacobian for the map's input, (tokens, heads x head_dim, in). Maps with the
-        same input share one entry.
+        Each dict key is the index in `leaves` of the output of a map. Each value is the Jacobian for the map's input,
+        (picked, heads x head_dim, in). For maps with the same input, one entry holds the sum of their Jacobians.
         """
         maps: dict[int, Tensor] = {}
-        # This is forward mode: the tangents are the columns of the weights, so no product comes before the attention.
-        # Queries, keys and values mostly share one input (`shared`). Their Jacobians are then added here, so that
-        # `_push_attention` needs one product for all three.
+        # In forward mode, the tangents of a map's output are the columns of its weight. They need no matrix product.
+        # The maps of queries, keys and values mostly have the same input (`shared`). Their Jacobians are then added
+        # here, so that `_push_attention` needs one matrix product instead of three.
         shared: dict[int, int] = {}
         pushes = self.expansion.push_query, self.expansion.push_key, self.expansion.push_value
         for end, push in zip(self.ends, pushes, strict=True):
@@ -243,7 +242,7 @@ class CutBlock:
             self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Pull the cotangents of `output` back to the leaves of `links`, and add them to `pending` by leaf index."""
+        """Multiply the cotangents of `output` by its Jacobian for the leaf of each link, and add to `pending[leaf]`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:

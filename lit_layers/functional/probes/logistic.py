@@ -147,7 +147,10 @@ class PrincipalRows:
     def probes(
         self, point: Tensor, classes: Tensor, num_classes: int, *, c: float, converged: bool = True
     ) -> LogisticProbes:
-        """Return the probe for the original features, from weights and biases (dim + 1, classes) for `inputs`."""
+        """Return the probe for the original features, from a fit to the rotated features.
+
+        `point` (dim + 1, classes) holds the weights of the fit and, in its last row, the biases.
+        """
         weight, bias = self.axes @ point[:-1], point[-1] - point[-1].mean()
         if len(classes) == 2:
             weight, bias = weight[:, 1:] - weight[:, :1], bias[1:] - bias[:1]
@@ -411,7 +414,10 @@ def fit_watching_probes(
 
 
 def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tensor, " n"]:
-    """Return for each row the index of its fold, the rows that are held out together; a group is in one fold."""
+    """Return the index of each row's fold, (n,).
+
+    The rows of a fold are held out together. All rows of a group are in one fold.
+    """
     ids = torch.arange(num_rows) if groups is None else groups.cpu().unique(return_inverse=True)[1]
     order = torch.randperm(int(ids.max()) + 1, generator=torch.Generator().manual_seed(0))
     return order[ids] % NUM_FOLDS
@@ -473,7 +479,11 @@ class _Discriminant:
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(cov))
 
     def shrunk(self, weight: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
-        """Return the factor n_k / (n_k + r) of each class (classes,), and q_k (classes,)."""
+        """Return the shrinkage factor n_k / (n_k + r) of each class (classes,), and q_k (classes,).
+
+        n_k is the number of rows of class k, and r is `shrinkage`. q_k is half the inner product of the shrunk
+        weights of class k with its shrunk mean deviation d_k. `weight` (dim, classes) is not shrunk.
+        """
         share = self.counts / (self.counts + shrinkage)
         return share, share.square() * (weight * self.delta).sum(0) / 2
 
@@ -519,8 +529,9 @@ def _fit(rows: PrincipalRows, targets: Tensor, folds: Tensor) -> tuple[Tensor, f
 def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Tensor]]) -> _Choice:
     """Return the penalty, shrinkage and factor with the lowest log-loss on held-out rows.
 
-    `parts` are the discriminants fitted without each fold, `held` the rows of this fold and their classes. First the
-    penalty is chosen, then the shrinkage for this penalty. Each candidate has its own best factor.
+    parts[i] is the discriminant fitted without fold i, and held[i] has the rows of fold i and their classes. First the
+    penalty is chosen, then the shrinkage for this penalty. The scores of each candidate are multiplied by its own best
+    factor.
     """
     best, weights, scores = _Choice(math.inf, PENALTIES[0], SHRINKAGES[0], 0.0), [], []
     if not parts:

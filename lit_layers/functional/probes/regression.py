@@ -138,8 +138,8 @@ def _chunks(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor) -> Iter
 def _from_rows(layer: Tensor, mean: Tensor, scale: Tensor, targets: Tensor, penalty: float) -> Tensor:
     """Return the regression weights from the R of a QR decomposition of [features, targets], updated in chunks.
 
-    The columns of R that belong to the features X have the singular values of X. So X'X, which has their squares, is
-    not needed.
+    The columns of R that belong to the features X have the same singular values as X. A decomposition of these columns
+    loses fewer digits than one of X'X, where the singular values are squared.
     """
     num_rows, dim = layer.shape[1:]
     triangle = targets.new_zeros(0, dim + targets.shape[1])
