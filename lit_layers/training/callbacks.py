@@ -87,8 +87,8 @@ class _Scheduled(L.Callback):
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            # `SeriesCheckpoint` stores no id of its training. That the folder holds another training only shows if its
-            # saved checkpoint of this step has other weights.
+            # `SeriesCheckpoint` stores no id of its training. Another training in the folder is detected only if the
+            # folder's checkpoint of this step has other weights.
             own = getattr(records.lineage_in(self.root), "training", None)
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
         else:
@@ -295,8 +295,8 @@ class EmergenceCallback(_Scheduled):
         self.measurer.begin(self.schedule.steps)
 
     def end_batch(self, trainer: Any) -> None:
-        # Lightning logs this batch's loss after this hook. That is the loss of the weights before the update, so
-        # measurements of the updated weights are logged under the step of the next loss.
+        # This batch's loss is logged after this hook, and belongs to the weights before the update. The updated weights
+        # give the next loss, one step later. Their measurements are logged under the same step as that loss.
         self._log_step = _logging_step(trainer) + 1
         if trainer.loggers and self._log_step % trainer.log_every_n_steps == 0 and _logs_batch(trainer):
             self.measurer.join(self._log_step - 1)

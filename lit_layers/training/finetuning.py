@@ -141,8 +141,8 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        # `interval` chooses a Wilson interval by the name of a metric. If the records of the orders have no interval,
-        # the metric is not a share of rows, and an empty name is passed to avoid the Wilson interval.
+        # `interval` chooses a Wilson interval by the name of a metric. Records of single orders have no interval if the
+        # metric is not a share of rows, such as a correlation. An empty name then avoids the Wilson interval.
         ends = interval("" if orders[0].low is None else metric, value, error, n or 1)
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
@@ -381,7 +381,6 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps."""
         return math.ceil(self.recipe.num_epochs * len(self.texts) / self.recipe.batch_size)
 
     @cached_property

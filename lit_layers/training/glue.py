@@ -111,7 +111,6 @@ class GlueRecipe(TrainingRecipe):
             find("glue", task)
 
     def steps(self, num_rows: int) -> int:
-        """Return the number of optimizer steps for `num_rows` training rows."""
         all_epochs = -(-num_rows * self.num_epochs // self.batch_size)
         return all_epochs if self.max_steps is None else min(all_epochs, self.max_steps)
 

@@ -110,5 +110,4 @@ class WeightedMean(Metric):
         self.weight = self.weight + weight
 
     def compute(self) -> Tensor:
-        """Return the mean of all batches so far."""
         return self.total / self.weight

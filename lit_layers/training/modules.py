@@ -88,7 +88,7 @@ def _config(optimizer: torch.optim.Optimizer, make: Any, trainer: L.Trainer) -> 
     if make is None:
         return {"optimizer": optimizer}
     about = {"scheduler": (scheduler := _create("lr_scheduler", make, optimizer)), "interval": "step"}
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # set it to step after each validation
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):  # let it step after each validation
         every = trainer.val_check_interval
         about |= {"frequency": every} if isinstance(every, int) else {"interval": "epoch"}
         about["monitor"] = getattr(scheduler, "monitor", "validation/loss")
@@ -150,8 +150,8 @@ class LitModule(L.LightningModule, ABC):
     # Whether to compute and log the gradient norm even if gradients are not clipped.
     measures_unclipped_norm = False
     init_from: str | None = None
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None stands for AdamW
-    make_scheduler: Callable[[Any], Any] | None = None  # None stands for `lr_factor`
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None  # None means AdamW
+    make_scheduler: Callable[[Any], Any] | None = None  # None means the schedule of the method `lr_factor`
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -180,8 +180,7 @@ class LitModule(L.LightningModule, ABC):
     def start(self) -> tuple[Checkpoint, Origin]:
         """Return the checkpoint that `init_from` names, and its origin: the steps and tokens before this run.
 
-        If the run is resumed, this value is replaced by the checkpoint in the step folder that the run saved at its
-        start.
+        If the command `fit` resumes a run, it sets this attribute to the copy of that checkpoint in the run's folder.
         """
         assert self.init_from is not None
         return find_origin(self.init_from)

@@ -279,9 +279,10 @@ def resume_point(root: Path, which: str, *, verify: bool = True) -> ResumePoint 
     """Return the checkpoint that `--resume` names, or None for the start of the run.
 
     Args:
-        which: a step, or "last" for the newest checkpoint. "last" skips corrupt checkpoints with a warning. Without
-            checkpoints it means the start of the run.
-        verify: whether to check the hash of the file. Only the first rank needs it, as all ranks load its checkpoint.
+        which: a step, or "last" for the newest checkpoint. "last" skips corrupt checkpoints with a warning. If there
+            are no checkpoints, "last" means the start of the run.
+        verify: whether to check the hash of the file. Only the first rank needs to check it, because all ranks load the
+            checkpoint that the first rank found.
 
     Raises:
         InputError: if the checkpoint of the step is missing or corrupt, or "last" finds only corrupt ones. Also if

@@ -58,7 +58,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = folder.with_name(f".tmp-{folder.name}")
     with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
-            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # that a killed save left
+            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # folders that a killed save left
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)
@@ -473,7 +473,8 @@ def _now() -> str:
 def _run_files(root: Path, *, is_fit: bool = False) -> list[Path]:
     """Return the files in `root` that a run has written.
 
-    Without `is_fit`, there is no run unless `root` contains run.json, measurements or a saved step.
+    With `is_fit`, files that only the command `fit` writes count even if run.json is missing. Without `is_fit`, the
+    list is empty unless `root` contains run.json, measurements or a saved step.
     """
     if not is_fit and not any(path for pattern in _WATCHED[:3] for path in root.glob(pattern)):
         return []

@@ -59,7 +59,7 @@ class RunLog(L.Callback, Logger):
         self._flush_due, self.paused_seconds = False, 0.0
         self._validating = self._validation_started = 0.0
         self._tokens_per_step: int | None = None
-        self._per_step: dict[str, int] = {}  # name of a speed -> items per step
+        self._per_step: dict[str, int] = {}  # name of a throughput -> tokens or images per step
         self._origin = Origin()
         self._scalars: ScalarLog | None = None
         self._rate = 0.0
