@@ -229,7 +229,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def _scored(
         self, model: LayeredModel, variants: Sequence[Variant]
     ) -> tuple[dict[Schedule, TaskScores], dict[Schedule, str]]:
-        """Return the scores of the variants by schedule, and for schedules that failed the reason.
+        """Return the scores of each schedule, and the error message of each schedule that failed.
 
         Scores are read from result files. Missing scores are computed and saved.
         """

@@ -175,8 +175,6 @@ _CORRELATIONS = ("pearson", "spearman")
 
 @dataclass(frozen=True, eq=False)
 class GlueRows:
-    """The rows of one GLUE split."""
-
     task: ScoredTask
     texts: tuple[tuple[str, ...], ...]  # the one or two texts of each row
     targets: tuple[float, ...]  # class indices, or the values of a regression

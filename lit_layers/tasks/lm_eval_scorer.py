@@ -343,8 +343,8 @@ def _sorted_rows(samples: Iterable[dict[str, Any]], name: str) -> list[dict[str,
 def _lm_eval_class() -> Any:
     """Return a faster subclass of lm-eval's wrapper of transformers models.
 
-    It tokenizes each text once and ignores padding rows of the vocabulary. If the model supports `logits_to_keep`, it
-    computes logits only from the first position of a continuation in the batch on.
+    The subclass tokenizes each text once and ignores padding rows of the vocabulary. If the model supports
+    `logits_to_keep`, logits start at the earliest position in the batch that predicts a token of a continuation.
     """
     from lm_eval.models.huggingface import HFLM
 

@@ -210,13 +210,14 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
     """Read the rows of a probe task from its source.
 
     Returns:
-        (rows, class names, number of blank rows that were dropped). The rows are by `train`, `validation` and `test`,
-        without splits that are held out from `train` later. The class names are None for a regression.
+        (rows, class names, number of blank rows that were dropped). The rows are a dict with the keys `train`,
+        `validation` and `test`. A split that is later cut off from `train` has no key. The class names are None for a
+        regression.
     """
     others = {part: [split] for part in ("validation", "test") if (split := getattr(task, part)) is not None}
     source = task.copy.files if task.copy else task.source
     if others and isinstance(source, str) and is_one_file(source):
-        part = min(others)  # the error names the option `test` if both are set
+        part = min(others)  # if both are set, the error names `test`, not `validation`
         raise task.refusal(part, f"{source} is one file without splits: set {part} to null to cut off a share")
     splits = {"train": [task.train] if isinstance(task.train, str) else task.train, **others}
     read = {part: _rows(task, each) for part, each in splits.items()}
@@ -448,9 +449,9 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
     quotas, taken, held = _quotas(sizes, share), Counter[Hashable](), set[int]()
 
     def gain(count: Counter[Hashable]) -> int:
-        """Return by how much holding out a unit reduces the sum of squared differences from the quotas.
+        """Return how much closer the numbers of held-out rows come to `quotas` if a group of equal texts is held out.
 
-        `count` is the unit's number of rows in each stratum.
+        The distance is the sum of squared differences over strata. `count` is the group's number of rows per stratum.
         """
         return sum(rows * (2 * (quotas[stratum] - taken[stratum]) - rows) for stratum, rows in count.items())
 

@@ -65,8 +65,6 @@ def quiet() -> Iterator[None]:
 
 
 class Columns(NamedTuple):
-    """Columns read from a data set."""
-
     values: dict[str, list[Any]]  # column name -> the values of all rows
     class_names: dict[str, tuple[str, ...]]  # column of class indices -> class names on the Hub
     origin: str  # file or split, for error messages
