@@ -36,8 +36,6 @@ class Category:
 
 
 class Word(NamedTuple):
-    """The token ids of one word."""
-
     ids: tuple[int, ...]
     position: int  # index in `ids` of the word's last sub-token, before any final special token
 
