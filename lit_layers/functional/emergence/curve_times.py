@@ -25,9 +25,9 @@ FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
 GRID = 300  # largest number of points of a curve drawn at random, with at least 2 per interval between checkpoints
 RETURNED = 0.25  # a curve that keeps at most this share of its largest change to the end does not emerge
-# A curve drawn at random has settled if it stays at its last level for at least SEEN * t, where t is the time that it
-# takes from its half-way point to this level. The last level counts as not reached if more than the share OFTEN of the
-# drawn curves have not settled. The first level is judged in the same way.
+# Let t be the time that a curve drawn at random takes from its half-way point to its last level. The curve has settled
+# if it stays at this level for at least SEEN t. The last level counts as not reached if more than the share OFTEN of
+# the drawn curves have not settled. The first level is judged in the same way.
 SEEN, OFTEN = 0.6, 0.1
 # A drawn curve jumps between two checkpoints if it changes at most JUMP times as much in each neighbouring interval.
 JUMP = 0.15
