@@ -142,12 +142,11 @@ class Analysis(ABC):
     def check(self, model: LayeredModel) -> None:
         """Check the options and the data against the model, before the first training step or checkpoint.
 
-        The default loads every field that holds data. It refuses batches that lack the input of the model (token ids or
-        pixels), images that are preprocessed differently than in training, and texts that are longer than the model
-        reads.
+        The default loads every field that holds data. Batches must have the input of the model (token ids or pixels).
+        Images must be preprocessed as in training, and texts must not be longer than the model reads.
 
         Raises:
-            InputError: if something does not fit; the sentence names the option.
+            InputError: if an option or its data does not suit the model. The message names the option.
         """
         self.check_options(model)
         needed = "pixel_values" if model.family.sees_images else "input_ids"
@@ -173,7 +172,7 @@ class Analysis(ABC):
         subclass adds checks that depend on the model.
 
         Raises:
-            InputError: if an option does not fit; the sentence names it.
+            InputError: if an option does not suit the model. The message names the option.
         """
         self.check_fields()
         sees, kind = "images" if model.family.sees_images else "text", type(model.model).__name__

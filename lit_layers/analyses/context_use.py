@@ -141,8 +141,8 @@ class Induction(Analysis):
     baseline.
 
     Source: Olsson et al. 2022, In-context learning and induction heads, appendix "head activation evaluators": 25
-    random tokens four times in a row. Departures: there is no beginning-of-sequence token, and special tokens are
-    excluded from the vocabulary instead of the most and least frequent ones.
+    random tokens four times in a row. Departures: there is no beginning-of-sequence token. The random tokens exclude
+    special tokens, not the most and least frequent tokens.
 
     Args:
         num_prompts: number of sequences.

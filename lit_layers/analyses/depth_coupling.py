@@ -47,7 +47,7 @@ class Coupling(Analysis):
     - `coupling_by_distance`, the mean over pairs whose blocks are `distance` (tag) apart;
     - `coupling_pair`, the value of one pair: `layer` is its first block, and `other_layer` gives the bases;
     - `random_coupling`, expected for unrelated bases, and `excess_coupling` (0 if unrelated, 1 if shared);
-    - `min_gap`, the smallest gap between neighbouring singular values, relative to the largest one;
+    - `min_gap`, the smallest gap between neighbours among the K + 1 largest singular values, relative to the largest;
     - `num_tied`, the number of Jacobians whose gap is below 1e-4, so that their directions are not well determined.
 
     Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and

@@ -213,9 +213,9 @@ def summarize_ratio(
 
     Every token has equal weight, whichever prompt it belongs to.
 
-    Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts. They are those of
-    the mean of one value per prompt, the linearised ratio R + (sum - R count) / mean count, where R is the returned
-    ratio. If all counts are equal, these values are the prompts' own means sum / count.
+    Tokens of one prompt are not independent, so `stderr` and the bootstrap interval are over prompts. Both are computed
+    from one value per prompt, the linearised ratio R + (sum - R count) / mean count, where R is the returned ratio. If
+    all counts are equal, this value is the prompt's own mean sum / count.
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
     `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named

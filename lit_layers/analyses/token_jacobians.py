@@ -40,9 +40,9 @@ def same_token_jacobians(trajectory: Trajectory, layer: int, tokens: Sequence[in
 
 
 def finite_or_zero(jacobians: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the Jacobians (..., dim, dim) with non-finite ones set to zero, and a mask (...) of undefined ones.
+    """Return the Jacobians (..., dim, dim), with zeros for those that are not finite, and a mask (...).
 
-    A Jacobian is undefined if it is zero or not finite.
+    The mask is True for undefined Jacobians, which are zero or not finite.
     """
     broken = ~jacobians.isfinite().all(-1).all(-1)
     finite = jacobians.masked_fill(broken[..., None, None], 0)
@@ -104,8 +104,9 @@ class TokenCoupling(Analysis):
     share a table. `num_tokens` evenly spread tokens of each prompt are measured. A prompt with fewer tokens enters only
     the means, with all its tokens.
 
-    Two more records tell how well the bases are determined. `min_gap` is the smallest gap between neighbouring singular
-    values of a Jacobian, relative to its largest one. `num_tied` counts the Jacobians whose gap is below 1e-4.
+    Two more records tell how well the bases are determined. `min_gap` is the smallest gap between neighbours among the
+    K + 1 largest singular values of a Jacobian, relative to the largest. `num_tied` counts the Jacobians whose gap is
+    below 1e-4.
 
     Pairs with a zero or non-finite Jacobian are undefined. They are left out of the means over tokens and counted in
     the tag `num_undefined_pairs`. Prompts of one token have no pair; they are left out and counted in the tag
@@ -299,9 +300,9 @@ class _Layer(NamedTuple):
         return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
-        """Return `functional.min_gap` of each defined Jacobian, (k, defined Jacobians), and a mask of undefined ones.
+        """Return `gaps`, `functional.min_gap` of each defined Jacobian, (k, defined Jacobians), and a mask.
 
-        The mask `undefined` (jacobians,) covers all Jacobians.
+        The mask `undefined` (jacobians,) is True for undefined Jacobians.
         """
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])

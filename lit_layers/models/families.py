@@ -164,8 +164,8 @@ def clip_head(model: Network, normed: Tensor) -> Tensor:
 
 def call_hf(model: Network, inputs: Inputs, options: Options) -> Any:
     """Call a model of transformers with keyword arguments, in the precision of its weights."""
-    # `Accelerator.prepare` replaces the `forward` of a model in training by one under autocast, and stores the old one.
-    # Blocks that are called one by one run without autocast, so only the old `forward` agrees with them.
+    # `Accelerator.prepare` replaces the `forward` of a model in training by a function under autocast, and stores the
+    # old `forward`. Blocks called one by one run without autocast, so only the old `forward` gives the same states.
     plain = vars(model).get("_original_forward")
     with replaced([model], [plain]) if plain is not None else nullcontext():
         return model(**inputs, **options, return_dict=True)

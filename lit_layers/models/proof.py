@@ -226,7 +226,7 @@ def rel_error(one: Tensor, other: Tensor) -> float:
 
 
 class Evidence:
-    """The block calls recorded in one forward pass of a model, and the checks against them.
+    """The block calls recorded in one forward pass of a model, and checks that compare new calls with these calls.
 
     Attributes:
         states: the states of layers 0 to L in this forward pass.

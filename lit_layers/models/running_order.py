@@ -42,9 +42,9 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
 
     Raises:
         InputError: if the model is not a sequence of blocks, has hooks on its blocks, or is already inside such a
-            context (in any thread). Inside the context, a call of the model raises it if `output_hidden_states` is set,
-            if the key-value cache is of an unsupported kind (anything but an ordinary `DynamicCache` in memory), or if
-            the cache was filled in another order.
+            context (in any thread). Inside the context, a call of the model also raises an `InputError` if
+            `output_hidden_states` is set, or if the key-value cache was filled in another order. The cache must be an
+            ordinary `DynamicCache` in memory.
         TypeError, ValueError: if the schedule does not fit the model.
     """
     network: Network = plain_model(model)

@@ -285,7 +285,7 @@ def rebuilt_error(model: Network) -> float:
 
 
 def _lists(model: Network) -> dict[str, list[nn.Module]]:
-    """Return every non-empty ModuleList and Sequential by its path, outer ones first."""
+    """Return the modules in every non-empty ModuleList and Sequential, keyed by path, outer lists first."""
     kinds = nn.ModuleList, nn.Sequential
     return {path: list(module) for path, module in model.named_modules() if isinstance(module, kinds) and len(module)}
 

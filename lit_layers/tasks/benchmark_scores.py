@@ -107,8 +107,9 @@ def normalized_error(values: Sequence[float], full: Sequence[float], random_scor
     """Return the standard error of the normalised score, over rows that both models were scored on.
 
     To first order, this is the standard error of the mean of (x - b' y) / (b_full - b_random) over rows. Here x is the
-    variant's score of a row, y is the full model's score of this row, b' is the normalised score, b_full is the full
-    model's mean score, and b_random is the random score, which is treated as a constant. One row gives None.
+    variant's score of a row, and y is the full model's score of this row. b' is the normalised score, b_full is the
+    full model's mean score, and b_random is the random score. The random score is treated as a constant. One row gives
+    None.
     """
     scores, base = np.asarray(values, dtype=np.float64), np.asarray(full, dtype=np.float64)
     span = base.mean() - random_score

@@ -411,7 +411,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             yield [record for when in WHEN for record in self._records(variant, when, scores[when])]
 
     def variant_scores(self, model: LayeredModel, variant: Variant) -> dict[str, Scores]:
-        """Return the scores "before" and "after" training a variant: the saved ones, or else those of a new training.
+        """Return the scores "before" and "after" training a variant. Train only if no scores are saved.
 
         Raises:
             InputError: if the variant's folder holds the result of other settings (options, weights, data).

@@ -204,7 +204,8 @@ class NextTokenResidual(Analysis):
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
         """Return the mask (texts,) of texts to fit.
 
-        They are those with the lowest random draws, which depend on the seed and the text's index.
+        Each text has a random number that depends on the seed and the text's index. The texts with the lowest numbers
+        are fitted.
         """
         draws = [np.random.default_rng([self.seed, i]).random() for i in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)
