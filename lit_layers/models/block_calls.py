@@ -84,7 +84,7 @@ def bypassed(blocks: Sequence[nn.Module], forwards: Iterable[Callable[..., Any]]
 def identity_forward(num_values: int, last: Tensor | None = None) -> Callable[..., Any]:
     """Return a function to replace a block's `forward`. It returns its input state, or the state `last` if given.
 
-    The state is returned as a tensor if `num_values` is 0, otherwise as a tuple of that length (`block_output`).
+    The state is returned as a tensor if `num_values` is 0, otherwise in a tuple `(state, None, ...)` of that length.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def rows_of(value: Any, some: slice, batch_size: int) -> Any:
 
 
 def mask_of(inputs: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-    """Return the mask of real tokens (batch, tokens). If `inputs` contains no mask, it is True everywhere."""
+    """Return the mask of real tokens (batch, tokens). It is True everywhere if `inputs` has no `attention_mask`."""
     mask = inputs.get("attention_mask")
     return hidden.new_ones(hidden.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 

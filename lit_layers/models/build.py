@@ -28,7 +28,8 @@ from lit_layers.models.structure import family_of
 # Config fields that describe the saved file, not the function of the model; `architecture_hash` ignores them.
 _FILE_FIELDS = ("architectures", "dtype", "torch_dtype", "transformers_version")
 
-READABLE = 0o644  # mode of saved files; safetensors writes 600, so that colleagues on a shared disk cannot read them
+# mode of saved files. safetensors writes files with mode 600, which other users of a shared disk cannot read.
+READABLE = 0o644
 _WRAPPERS = ("DataParallel", "DistributedDataParallel")
 TIMM_OPTIONS = "build_options"  # attribute of a timm model that holds its constructor arguments, for its config.json
 
@@ -254,7 +255,7 @@ def architecture_hash(model: nn.Module) -> str:
 
 
 def fill_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json of transformers with defaults for its missing fields; return any other config unchanged."""
+    """Fill the missing fields of a transformers config.json with defaults; return any other config unchanged."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = settings.get("model_type")
@@ -371,7 +372,7 @@ def true_vocab_size(model: Network) -> int:
 def pad_vocabulary_(model: Network, multiple: int) -> None:
     """Add zero rows to the embedding and the head until their number of rows is a multiple of `multiple`.
 
-    Logits of real tokens do not change. The model remains an ordinary model of transformers. `config.vocab_size` counts
+    Logits of real tokens do not change. The model remains an ordinary transformers model. `config.vocab_size` counts
     all rows, `config.unpadded_vocab_size` the real tokens.
     """
     size = model.config.vocab_size

@@ -27,7 +27,7 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
     layer, so the logits of the copy are the logit lens of layer `num_layers`.
 
     Args:
-        model: a model of transformers or timm.
+        model: a transformers or timm model.
         num_layers: number of blocks, 1..L.
         head: whether to copy the head. Without it, the result is the trunk, such as GPT2Model, BertModel or ViTModel; a
             timm model gets `num_classes=0`. If the trunk class has a pooler and `model` has none, the copy gets one
@@ -139,8 +139,8 @@ class BFloat16View(LayeredModel):
 
     The blocks run under torch.autocast. Embeddings, norms, residual additions, hidden states, final norm and head
     remain in float32. Weight matrices of the blocks are rounded to bfloat16 in the copy, so that autocast does not
-    round them again at each use. Until the view is freed, the rounded matrices take half the memory of the originals,
-    in addition to the model. The copy shares all other tensors with the model and does not write to them.
+    round them again at each use. The rounded matrices need additional memory, half of that of the originals, until the
+    view is freed. The copy shares all other tensors with the model and does not write to them.
     """
 
     def __init__(self, exact: LayeredModel) -> None:

@@ -26,7 +26,7 @@ class FoundFamily(Family):
 
     returned: tuple[int, ...] = ()  # for each block: length of the tuple it returns; 0 for a tensor
     dim: int = 0
-    limit: int | None = None  # number of tokens of the longest text; None if there is no limit
+    limit: int | None = None  # maximum number of tokens per text; None if there is no limit
     origin: str = "structure"
     takes_padding: bool = False
     is_causal: bool = False

@@ -1,7 +1,7 @@
 """The table `FAMILIES`: where a model family keeps its blocks, how to call it, how to read out a state.
 
-A row of the table states what one call of a model cannot show, such as the position id of the first token in RoBERTa.
-`structure` finds the blocks of all classes without a row.
+Each row holds facts about a family that cannot be inferred from one forward pass, such as the position id of the first
+token in RoBERTa. For model classes that are not in the table, the module `structure` searches for the blocks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +26,11 @@ def side_length(size: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Vision:
-    """Image properties of a model, each as a function of the model."""
+    """Properties of a vision model, such as image size and patch size, each as a function of the model."""
 
     width: Callable[[Network], int]
-    fixed_side: Callable[[Network], int | None]  # px; None if the model takes images of any size
-    usual_side: Callable[[Network], int]  # px: the size the model was built for
+    fixed_side: Callable[[Network], int | None]  # side of the images in px; None if any size is accepted
+    usual_side: Callable[[Network], int]  # side in px of the images that the model was built for
     patch_side: Callable[[Network], int]  # px
     channels: Callable[[Network], int]
     class_token: Callable[[Network], bool]
@@ -98,7 +98,7 @@ def text_config(config: Any) -> Any:
 
 
 def language_head(model: Network, normed: Tensor) -> Tensor:
-    """Return vocabulary scores of states after the final norm, or if the model has no head, these states."""
+    """Return the logits of states after the final norm, or these states if the model has no head."""
     # `get_output_embeddings` works for all classes, although their heads have different names (`lm_head`, `embed_out`).
     head = model.get_output_embeddings()
     return normed if head is None else head(normed)
@@ -163,7 +163,7 @@ def clip_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def call_hf(model: Network, inputs: Inputs, options: Options) -> Any:
-    """Call a model of transformers with keyword arguments, in the precision of its weights."""
+    """Call a transformers model with keyword arguments, in the precision of its weights."""
     # `Accelerator.prepare` replaces the `forward` of a model in training by a function under autocast, and stores the
     # old `forward`. Blocks called one by one run without autocast, so only the old `forward` gives the same states.
     plain = vars(model).get("_original_forward")
@@ -177,7 +177,7 @@ def call_maskless(model: Network, inputs: Inputs, options: Options) -> Any:
 
 
 def call_timm(model: Network, inputs: Inputs, options: Options) -> Tensor:
-    """Call a model of timm, which takes the pixels as its only argument."""
+    """Call a timm model, which takes the pixels as its only argument."""
     return model(inputs["pixel_values"])
 
 
@@ -271,7 +271,7 @@ class Family:
         return model.config.hidden_size if self.vision is None else self.vision.width(model)
 
     def max_tokens(self, config: Any) -> int | None:
-        """Return the number of tokens of the longest text; None if there is no limit."""
+        """Return the maximum number of tokens per text; None if there is no limit."""
         return config.max_position_embeddings - self.first_position(config)
 
     def final_norm(self, model: Network) -> nn.Module | None:
@@ -310,7 +310,7 @@ def _decoder(name: str, prefix: str, blocks: str = "layers", norm: str = "norm",
 
 
 def _images(name: str, prefix: str, head: Callable[[Network, Tensor], Tensor], **options: Any) -> Family:
-    """Return the row of `FAMILIES` for an image model of transformers whose classes and modules are named as usual."""
+    """Return the row of `FAMILIES` for a transformers image model whose classes and modules are named as usual."""
     classes = (f"{prefix}ForImageClassification", f"{prefix}Model")
     usual = {"classes": classes, "blocks": "layers", "norm": "layernorm", "vision": TRANSFORMERS}
     return Family(name, head=head, inputs=IMAGES, options=(), **(usual | options))

@@ -22,7 +22,7 @@ from lit_layers.models.families import Network, row_of, side_length
 from lit_layers.models.proof import CANNOT_CALL, PositionTables, is_timm
 
 NUM_TOKENS = 6
-# Names that training scripts use for the length of the longest text, the targets of the loss, and the image size.
+# Names that training scripts use for the maximum length of a text, the targets of the loss, and the image size.
 _LENGTHS = (
     *("block_size", "max_seq_length", "max_seq_len", "context_length", "context_size", "seq_len", "n_ctx"),
     *("max_position_embeddings", "n_positions", "max_len"),
@@ -33,7 +33,7 @@ _SIDES = ("image_size", "img_size")
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts on a user's network, learned from one call: how to call it, and where its output has the scores."""
+    """Facts about a user's network, learned from one call: how to call it, and where its output holds the scores."""
 
     column: str | None  # name of the argument for token ids or images; None to pass them as the first argument
     config: Any
@@ -85,7 +85,7 @@ class OwnNetwork(nn.Module):
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the last linear or embedding module with one row per vocabulary score.
 
-        Return None if the network gives no vocabulary scores.
+        Return None if the network returns no logits over a vocabulary.
         """
         if not self._facts.scores_words:
             return None
@@ -128,7 +128,7 @@ def is_known(model: nn.Module) -> bool:
 
 
 def known_inside(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost models of transformers or timm inside a module, by path.
+    """Return the outermost transformers and timm models inside a module, by path.
 
     Single layers of timm inside a user's network do not count.
     """
@@ -146,7 +146,7 @@ _KINDS: "weakref.WeakKeyDictionary[type, dict[type[OwnNetwork], Any]]" = weakref
 
 
 def wrap_own(model: nn.Module) -> Network:
-    """Return a model of transformers or timm unchanged, and any other network in an `OwnNetwork`.
+    """Return a transformers or timm model unchanged, and any other network in an `OwnNetwork`.
 
     Raises:
         InputError: if the network takes neither token ids nor images of a size that it states.

@@ -43,8 +43,8 @@ def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
         mean, std = 0.0, 1.0
     if mean is None or std is None:
         return
-    # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes them. This package states
-    # statistics for pixels in 0..1. So they are divided by `brightest`, the value of 255 after rescaling.
+    # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes them. This package stores
+    # the mean and std of pixels in 0..1. So divide them by `brightest`, the value of a pixel of 255 after rescaling.
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
     statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))

@@ -92,7 +92,7 @@ def is_timm(model: nn.Module) -> bool:
 
 
 def probe_of(model: Network) -> Probe:
-    """Return the example inputs on which a model of timm or transformers is checked.
+    """Return the example inputs on which a timm or transformers model is checked.
 
     Raises:
         InputError: if the model takes neither texts nor images of a size that its config states.
@@ -205,7 +205,7 @@ class PositionTables(TorchFunctionMode):
 # Largest relative errors that count as rounding: for float32 and float64, then for 16-bit dtypes. float64 has no
 # smaller limit, because parts of any model (a softmax, a norm) may compute in float32.
 _SAME, _SAME_IN_HALF = 1e-4, 3e-2
-_SHIFT = 0.5  # length of the change that `shifted` makes, relative to the length of the state
+_SHIFT = 0.5  # norm of the noise that `shifted` adds, relative to the norm of the state
 
 
 class Unproven(Exception):
@@ -385,10 +385,10 @@ class Evidence:
             )
 
     def check_layer_0(self) -> None:
-        """Check that no block gets layer 0 as an additional argument.
+        """Check that no block receives layer 0 (the input of block 1) as an argument in addition to its input state.
 
         Raises:
-            Unproven: if a block gets layer 0 besides its state.
+            Unproven: if a block receives it.
         """
         for number, call in enumerate(self.calls, start=1):
             if any(alike(value, self.calls[0].state) for value in (*call.args, *call.kwargs.values())):
@@ -487,10 +487,10 @@ class Evidence:
 
 
 def shifted(state: Tensor, *, seed: int = 0) -> Tensor:
-    """Return a state (batch, tokens, dim) plus a random change of half its length.
+    """Return a state (batch, tokens, dim) plus noise. At each token, the norm of the noise is half that of the state.
 
-    Each position is changed in its own direction. This direction is the same in all texts, so that equal states of two
-    texts remain equal.
+    Each position has a different direction of the noise. It is the same in all texts, so that equal states of two texts
+    remain equal.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(state.shape[1:], generator=generator).to(state)

@@ -1,4 +1,4 @@
-"""Run a model with its blocks in another order inside a context: skipped, repeated, or in parallel."""
+"""Run a model with its blocks in another order: skipped, repeated, or in parallel."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ def running_order(model: nn.Module, schedule: Sequence[Step]) -> Iterator[nn.Mod
     block gets the other arguments (masks, positions) that it has in the original order. Embedding, final norm, head,
     weights, `state_dict` and modules do not change. Gradients flow through all executed blocks.
 
-    In a key-value cache, each execution of a block has its own slot, so that generation with and without a cache agree.
+    In a key-value cache, each execution of a block has its own layer. So generation with and without a cache agree.
     After the context, this cache cannot be used. A `LayeredModel` refuses the model inside the context. Hooks on single
     blocks would not see the executions, so blocks with hooks are refused.
 
@@ -81,8 +81,8 @@ class _Order:
     The new `forward` of a block records the block's arguments and returns its input state. The last block therefore
     receives the input of block 1, and its new `forward` runs the whole schedule on this state.
 
-    A model of L blocks takes the number of cached tokens from the first L slots of a key-value cache. Each execution of
-    a block stores its keys and values in a slot of its own after the first L, so that this number remains correct.
+    A model of L blocks takes the number of cached tokens from the first L layers of a key-value cache. Each execution
+    of a block stores its keys and values in its own cache layer after the first L, so that this number remains correct.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class _Order:
                 )
 
     def _run(self, hidden: Tensor, arguments: list[tuple[tuple, dict[str, Any]]]) -> Tensor:
-        # The model computes masks and positions from the number of tokens in the first L slots. So add placeholders of
-        # width 1 for the new tokens to these slots. The real keys and values are in the later slots.
+        # The model computes masks and positions from the number of tokens in the cache's first L layers, one per block.
+        # So add placeholders of width 1 for the new tokens there. The real keys and values are in later cache layers.
         placeholder = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[1], 1)  # (batch, head, tokens, width)
         for index, (args, kwargs) in enumerate(arguments):
             for cache in filter(is_cache, (*args, *kwargs.values())):
@@ -158,13 +158,13 @@ class _Order:
 def _slot_view(value: Any, slot: int, number: int) -> Any:
     """Return an argument of block `number` for one execution of the block.
 
-    A key-value cache is replaced by a view of slot `slot`, so that each execution has its own keys and values. Any
+    A key-value cache is replaced by a view of its layer `slot`, so that each execution has its own keys and values. Any
     other argument is returned unchanged.
     """
     if not is_cache(value):
         return value
     if len(value.layers) == slot:
-        # Create the slot with the class of the block's slot in the original order, which may have a sliding window.
+        # Give the new cache layer the class and the sliding window of the block's cache layer in the original order.
         layer = value.layers[number - 1]
         window = getattr(layer, "sliding_window", None)
         value.layers.append(type(layer)() if window is None else type(layer)(sliding_window=window))
@@ -172,7 +172,7 @@ def _slot_view(value: Any, slot: int, number: int) -> Any:
 
 
 class _OneSlot:
-    """A view of a key-value cache that reads and writes one slot, whatever layer index the block passes."""
+    """A view of a key-value cache that reads and writes one of its layers, whatever layer index the block passes."""
 
     def __init__(self, cache: Any, slot: Any) -> None:
         self._cache, self._slot = cache, slot
@@ -209,8 +209,9 @@ class SharedPrefixes:
     """The final states of a batch under each of many schedules (orders of blocks).
 
     The states equal those of the model in `running_order`. Blocks at the start that several schedules share run only
-    once, and equal schedules run only once. States in the original order are taken from the trajectory. Only the states
-    along the current schedule are in memory.
+    once, and equal schedules run only once. If a schedule begins as the original order does (blocks 1, 2, ...), these
+    blocks do not run: their states are taken from the model's ordinary forward pass. Only the states along the current
+    schedule are in memory.
 
     Raises:
         TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.

@@ -39,7 +39,7 @@ def load(
     dtype: torch.dtype = torch.float32,
     offload: Offload | None = None,
 ) -> nn.Module:
-    """Load a saved model of transformers or timm in evaluation mode.
+    """Load a saved transformers or timm model in evaluation mode.
 
     The weights are read from safetensors, or else from a pickle with `weights_only=True`. Code of the repository never
     runs.

@@ -207,7 +207,7 @@ def _tensors(model: Network) -> dict[str, Tensor]:
 
 
 def _checked(evidence: Evidence) -> FoundFamily:
-    """Run all checks on the calls in `evidence`; return its family, completed by the results of the checks."""
+    """Check the recorded block calls of a model; return its family, with the fields set that the checks determine."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.check_alone()
@@ -246,7 +246,7 @@ def _checked(evidence: Evidence) -> FoundFamily:
 
 
 def _config_limit(config: Any) -> int | None:
-    """Return the number of tokens of the longest text according to a config; None if it does not say.
+    """Return the maximum number of tokens per text according to a config; None if the config states none.
 
     For `longrope` this is the original length (Phi 3.5: 4,096 tokens). Longer texts use other rotary frequencies, so
     one long text would change the states of all other texts in its batch.
@@ -261,9 +261,11 @@ def _config_limit(config: Any) -> int | None:
 
 
 def rebuilt_error(model: Network) -> float:
-    """Return the largest relative error of states if the model is built again from its config and its weights.
+    """Return the largest relative difference between a truncated model's states and those of a rebuilt copy.
 
-    The error is large if the function of a block depends on the number of blocks, as with a scale of 1 / sqrt(depth).
+    The copy has the same weights, but is built from the config, which states the smaller depth. The difference is large
+    if a block computes with the number of blocks, for example a scale of 1 / sqrt(depth). The truncated model still has
+    the scale of the original depth.
     """
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):

@@ -63,7 +63,7 @@ class LayeredModel:
 
     @property
     def origin(self) -> str:
-        """Way the blocks were found: "row" if a row of `FAMILIES` names them, "structure" if searched and checked."""
+        """How the blocks were found: "row" if a row of `FAMILIES` names them, "structure" if searched and checked."""
         return self.family.origin
 
     @property
@@ -78,7 +78,7 @@ class LayeredModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of tokens in the vocabulary, without padding rows; None if the model has no vocabulary scores."""
+        """Number of tokens in the vocabulary, without padding rows; None if the model has no head over a vocabulary."""
         has_words = not self.family.sees_images and self.model.get_output_embeddings() is not None
         return true_vocab_size(self.model) if has_words else None
 
@@ -103,7 +103,7 @@ class LayeredModel:
 
     @property
     def max_tokens(self) -> int | None:
-        """Number of tokens of the longest text that the model takes; None if it has no limit or takes images."""
+        """Maximum number of tokens per text; None if the model has no limit or takes images."""
         return None if self.family.sees_images else self.family.max_tokens(self.model.config)
 
     @property
@@ -375,7 +375,7 @@ class Trajectory:
             return self.logits[index]
         one = {name: column[:1, :1] for name, column in self.inputs.items()}
         rows = self.hidden[-1][index][None]
-        # A user's network may check that states and input ids agree in shape. So each selected token becomes a text.
+        # A user's network may check that states and input ids agree in shape, so pass each token as a text of its own.
         if isinstance(self.model.model, OwnNetwork):
             one, rows = {name: column.expand(rows.shape[1], 1) for name, column in one.items()}, rows.transpose(0, 1)
         return self.model.own_logits(one, rows).reshape(len(index[0]), -1)
@@ -402,7 +402,7 @@ class Trajectory:
         return self.model.readout(self.hidden[-1][:1]).ndim == 2
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """Return the class scores (batch, classes) that the head reads from the states (batch, tokens, dim).
+        """Return the class scores (batch, classes) that the head computes from the states (batch, tokens, dim).
 
         Only real tokens are pooled.
         """
