@@ -1,9 +1,9 @@
 """Audit rules on weights, one function each: they find checkpoints whose weights do not fit between their neighbours'.
 
 Training moves weights in small updates. The distance between two checkpoints therefore grows with the number of
-optimizer steps between them, for every learning rate schedule. The checkpoints of a training, in step order, form a
+optimizer steps between them, for every learning rate schedule. The checkpoints of a training run, in step order, form a
 path through the space of weights, and a checkpoint far from it is suspect. Each threshold below lies between the values
-of undamaged ("healthy") trainings and the values of the same trainings with one planted defect.
+of undamaged ("healthy") training runs and the values of the same runs with one planted defect.
 """
 
 import functools
@@ -19,35 +19,37 @@ from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, formats
 
 # Detour of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
-# trainings, mostly 1.4 to 2. A checkpoint below the limit is off the path.
+# training runs, mostly 1.4 to 2. A checkpoint below the limit is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
 # A checkpoint below LINE is a fault only if its detour ratio is also below this share of every other checkpoint's.
 FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
-# returned to old values. Healthy trainings have at least 0.67.
+# returned to old values. Healthy training runs have at least 0.67.
 RETURN = 0.6
 # Exchanging two checkpoints changes their distances to their neighbours. Two checkpoints may have been swapped if the
-# exchange multiplies the sum of these distances by less than SWAP. Healthy trainings have at least 0.96. The limit is
-# SWAP_AT_END if one of the two is the first or last checkpoint, where healthy trainings have at least 0.85.
+# exchange multiplies the sum of these distances by less than SWAP. Healthy runs have at least 0.96. The limit is
+# SWAP_AT_END if one of the two is the first or last checkpoint, where healthy runs have at least 0.85.
 SWAP, SWAP_AT_END = 0.9, 0.8
 # Limit of 1 - cosine between a checkpoint and its nearer neighbour, relative to the median over all other checkpoints.
-# Healthy trainings have at most 0.84, and a checkpoint of another training has at least 0.97.
+# Checkpoints of healthy runs have at most 0.84, and a checkpoint of another run has at least 0.97.
 STRANGER = 0.9
 # A checkpoint is unlike its two neighbours if the cosine between the neighbours is above ALIKE, and its own cosines to
 # both are below UNLIKE times that cosine.
 UNLIKE, ALIKE = 0.3, 0.25
-# STRANGERS: two checkpoints with a smaller cosine may come from two trainings; the measured cosines between trainings
-# were at most 0.09. FASTER: two groups of checkpoints are two trainings if weights change more than this many times
+# STRANGERS: two checkpoints with a smaller cosine may come from two training runs. The measured cosines between runs
+# were at most 0.09. FASTER: two groups of checkpoints come from two runs if weights change more than this many times
 # faster between the groups than within each.
 STRANGERS, FASTER = 0.15, 5.0
-# Limit of |w[-1] - w[-2]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor. Healthy trainings have at most
-# 1.6.
+# Limit of |w[-1] - w[-2]| / |w[-2] - w[-3]| of a tensor, divided by the median of this ratio over all tensors. Healthy
+# runs have at most 1.6.
 JUMP = 5.0
-FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, relative to the median tensor
+FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, divided by the median over all tensors
 OUTSIZED = 100.0  # limit of a matrix's norm over the larger norm at its neighbours; a flipped exponent bit exceeds it
 SEVERAL = 16  # smaller tensors are not compared, because few values may be equal by chance
-HARDLY = 0.1  # equal checkpoints may be genuine if less than this share of the values changes next to them
+# Consecutive checkpoints may be equal without a fault if they differ from the checkpoint before or after them in less
+# than this share of the values.
+HARDLY = 0.1
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # smaller relative distances may be rounding in this precision
 _FINE = 1e-5
 _SAME = 1e-7  # tensors are equal up to this relative distance, which covers the rounding of products in float64
@@ -257,9 +259,10 @@ def copies(listed: Listed, prints: Mapping[str, Fingerprint], read: Sequence[Che
 
 
 def is_still(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], group: Sequence[Checkpoint]) -> bool:
-    """Return whether weights hardly change next to a group of equal checkpoints, which may then be genuine.
+    """Return whether weights hardly change just before or just after a group of equal checkpoints.
 
-    The group must be consecutive, and the checkpoint before or after it must differ from it in few sampled values.
+    The equal checkpoints then need not be copies of one file. The group must be consecutive. The checkpoint before or
+    after the group must differ from the group in less than the share `HARDLY` of the sampled values.
     """
     indices = sorted(steps.index(one) for one in group)
     if indices[-1] - indices[0] + 1 != len(indices):
@@ -317,7 +320,8 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     regular &= after.turns < path.turns
     for index, neighbour in ((best.first, 1), (best.second, count - 2)):
         regular &= not _is_stranger(after.cosine[index], index)
-        if index in (0, count - 1):  # a long distance at an end shows a checkpoint of another training, not an exchange
+        # A long distance at either end of the path shows a checkpoint of another run, not two swapped checkpoints.
+        if index in (0, count - 1):
             regular &= after.distance[index, neighbour] <= 3 * np.sort(np.diag(after.distance, 1))[-2]
     if not regular:
         return None
@@ -343,9 +347,10 @@ def _is_stranger(cosine: np.ndarray, index: int) -> bool:
 class _Exchange(NamedTuple):
     first: int
     second: int
+    # Two checkpoints exchange their positions, which changes the distances between them and their neighbours.
     order: np.ndarray  # the index of the checkpoint at each position after the exchange
-    ratio: float  # sum of the distances that the exchange changes, after over before
-    saved: float  # the same sum, before minus after
+    ratio: float  # the sum of the changed distances after the exchange, divided by their sum before it
+    saved: float  # the decrease of the sum of the changed distances through the exchange
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
@@ -385,7 +390,7 @@ def _detour(distance: np.ndarray, index: int) -> float:
 def outlying_steps(path: Path) -> Iterator[Finding]:
     """Find checkpoints off the path between their neighbours, as a whole or in single tensors.
 
-    The weights, or the tensors, may come from another training or another checkpoint.
+    Such weights or tensors may have been copied from another training run or another checkpoint.
     """
     count, whole = len(path.steps), path
     if count < 3:
@@ -412,7 +417,7 @@ def outlying_steps(path: Path) -> Iterator[Finding]:
 def returned_vectors(steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint]) -> Iterator[Finding]:
     """Find checkpoints in which a bias or the weight of a norm returns to its values in an earlier checkpoint.
 
-    Such vectors move too noisily for the other rules, but in a healthy training they never return to old values.
+    Such vectors move too noisily for the other rules, but in an undamaged run they never return to old values.
     """
     yield from _returned(steps, _borrowed(Path.make(steps, prints, vectors=True), ()))
 
@@ -463,11 +468,11 @@ def _is_unlike(cosine: np.ndarray, index: int) -> bool:
 
 
 def _foreign_steps(path: Path) -> list[int]:
-    """Return the indices of the checkpoints that belong to another training than most checkpoints.
+    """Return the indices of the checkpoints that belong to a different training run than most checkpoints.
 
-    Checkpoints form a group if a chain of similar checkpoints connects them. One training can also make two groups: at
+    Checkpoints form a group if a chain of similar checkpoints connects them. One run can also make two groups: at
     its beginning, over a long gap between two checkpoints, or after a spike of the learning rate. Two neighbouring
-    groups are two trainings only if
+    groups are two runs only if
 
     - the rate of change between them, -log(cosine) per optimizer step, is far above the rate within each group,
     - the gap between the groups, in optimizer steps, is not much longer than the gaps within them, and
@@ -530,7 +535,8 @@ def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str
     """Yield the name of each tensor that moves much more than the others between the last two checkpoints.
 
     Each name comes with the index of the checkpoint with wrong values. Of the last two checkpoints, this is the one
-    farther from the third last, relative to the median tensor. Both indices are given if the distances are similar.
+    farther from the third last, relative to the median over all tensors. Both indices are given if the distances are
+    similar.
     """
     last = len(path.steps) - 1
     moved = {

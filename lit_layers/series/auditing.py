@@ -219,7 +219,7 @@ def shared_shards(listed: Listed) -> Iterator[Finding]:
 
 
 def main_differs(listed: Listed) -> Iterator[Finding]:
-    """Find a `main` branch with other weights than the last step."""
+    """Find a `main` branch with weights that differ from those of the last step."""
     last, main, is_said = listed.listing.last, listed.listing.main, listed.listing.main_is_last
     if last and main and is_said is not False and listed.equal(last.name, main.name) is False:
         what = "although it is said to be the same" if is_said else "which it need not share"
@@ -227,7 +227,10 @@ def main_differs(listed: Listed) -> Iterator[Finding]:
 
 
 def gaps(listed: Listed) -> Iterator[Finding]:
-    """Find steps without a checkpoint: expected by the manifest or run.json, or else missing from an even spacing."""
+    """Find expected steps without a checkpoint.
+
+    The manifest or run.json gives the expected steps. If neither does, steps that an even spacing implies are expected.
+    """
     if listed.series.steps != ALL:
         return
     steps = sorted(one.step for one in listed.listing.checkpoints if one.step is not None)
@@ -284,10 +287,10 @@ def differing(
 ) -> Iterator[Finding]:
     """Find checkpoints whose content, such as the fields of a file, differs from the most frequent content.
 
-    Two or more checkpoints with another content at the beginning or end of the series are only noted. Trainings make
-    such changes, for example for a longer context. A change that is undone later is a fault, and so is a change at the
-    last checkpoint, or at the first unless `first_may_differ`. If two contents are equally frequent, the checkpoints
-    of both are suspect.
+    Two or more checkpoints with different content at the beginning or end of the series are only noted. Training runs
+    make such changes on purpose, for example for a longer context. A change that is undone later is a fault. A change
+    of only the last checkpoint is a fault, and of only the first one unless `first_may_differ`. If two contents are
+    equally frequent, the checkpoints of both are suspect.
     """
     counts = Counter(content for _, content in contents)
     most = max(counts.values(), default=0)
@@ -321,7 +324,7 @@ def _differences(content: Content, usual: Content) -> str:
 def changes(
     chosen: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], damaged: Collection[str]
 ) -> Iterator[Finding]:
-    """Find checkpoints that differ in what a training should not change, such as the tokenizer or shapes of tensors.
+    """Find checkpoints that differ in what training should not change, such as the tokenizer or shapes of tensors.
 
     The file sizes of the `damaged` checkpoints, given by name, are not compared.
     """
@@ -332,7 +335,7 @@ def changes(
     shapes = [(one, frozenset((name, facts.shape) for name, facts in each.tensors.items())) for one, each in read]
     yield from differing("other tensors", shapes)
     precisions = [(one, frozenset({("precision", each.precision)})) for one, each in read]
-    # A training may start from a model in another precision.
+    # A training run may start from a model in another precision.
     yield from differing("other precision", precisions, first_may_differ=True)
     whole = [one for one in chosen if one.name not in damaged]
     if len(read) < len(whole):
@@ -340,7 +343,7 @@ def changes(
 
 
 def other_config(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find checkpoints whose config.json defines another model than that of the other checkpoints."""
+    """Find checkpoints with a config.json that defines a different model from that of most checkpoints."""
     yield from _other_content("other config", chosen, CONFIG, _config)
 
 
@@ -353,7 +356,10 @@ def _config(text: str) -> Content:
 
 
 def other_tokenizer(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find checkpoints whose tokenizer splits text in another way; the files may differ if the tokens do not."""
+    """Find checkpoints whose tokenizer splits text differently from that of most checkpoints.
+
+    Tokenizer files that differ but split text in the same way are accepted.
+    """
     yield from _other_content("other tokenizer", chosen, TOKENIZER, _tokenizer)
     yield from _other_content("other tokenizer", chosen, TOKENIZER_CONFIG, _settings)
 
@@ -377,7 +383,7 @@ def _settings(text: str) -> Content:
 def _other_content(
     kind: str, chosen: Sequence[Checkpoint], name: str, parsed: Callable[[str], Content]
 ) -> Iterator[Finding]:
-    """Find checkpoints whose file `name`, read by `parsed`, has another content than that of the other checkpoints.
+    """Find checkpoints whose file `name`, read by `parsed`, differs in content from that of most checkpoints.
 
     The files are read only if their listed hashes differ.
     """
@@ -397,7 +403,10 @@ def _other_content(
 
 
 def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find checkpoints whose weight files have another total size; used if some weights are not on this machine."""
+    """Find checkpoints whose weight files differ in total size from those of most checkpoints.
+
+    This rule is used if the weights of some checkpoints were not read.
+    """
     loaded = [(one, *next(iter(by_format.items()))) for one in chosen if (by_format := formats(one.source.files))]
     usual = Counter(kind for _, kind, _ in loaded).most_common(1)
     sizes = [(one, sum(file.size for file in files.values())) for one, kind, files in loaded if kind == usual[0][0]]
@@ -408,9 +417,9 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 
 
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
-    """Find checkpoints whose files record another step than their name says.
+    """Find checkpoints whose files record a different step from the one in their name.
 
-    If most of them differ by the same number of steps, that number is not a fault.
+    If the two steps differ by the same number in most checkpoints, that number is not a fault.
     """
     recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
     shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]
@@ -442,7 +451,7 @@ class SeriesMeasurements:
     def refuse_another(
         self, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse checkpoints of another model than the one that was measured in this run folder.
+        """Refuse checkpoints of a model that is not the one measured in this run folder.
 
         Otherwise measurements of two models would form one curve, or replace each other. `weights` returns the field of
         provenance that identifies a checkpoint's weights, and its value.
@@ -482,11 +491,11 @@ class SeriesMeasurements:
     def _refuse_another_model(
         self, run: str, checkpoints: Sequence[Checkpoint], weights: Callable[[Checkpoint], tuple[str, Any]]
     ) -> None:
-        """Refuse checkpoints if the measurements of the same run are those of another model.
+        """Refuse checkpoints if their run already has measurements of another model.
 
         A model is identified by its repository, or by the folder that contains its checkpoints. A model that was moved
-        is recognised by equal weights; a series that was moved must also have kept its name. Measurements that record
-        no origin belong to the training in the run folder, if there was one.
+        is recognised by equal weights. A series that was moved must also have kept its name. Measurements that record
+        no origin belong to the training run that wrote the run folder, if there was one.
         """
         root = self.store.path.parent
         home, step, here = _real(root), checkpoints[0].step, checkpoints[0].origin()
@@ -498,7 +507,7 @@ class SeriesMeasurements:
         if origin == home or not others:
             return
         there = next(iter(others.values()))[1]
-        # Equal weights at step 0 prove nothing: many trainings begin with the same weights.
+        # Equal weights at step 0 prove nothing: many training runs begin with the same weights.
         common = next((one for one in reversed(checkpoints) if one.step != 0 and one.step in others), None)
         if common is not None and (common.step is None or os.path.basename(there) == os.path.basename(origin)):
             name, value = weights(common)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and l
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
     "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # stage 1: later stages count from 0 again
-    "continued": r"stage\d+-step-(?P<step>\d+)",  # steps count on through all stages
+    "continued": r"stage\d+-step-(?P<step>\d+)",  # the step number counts on through all stages
     "checkpoint": r"(checkpoint|ckpt|iter|global_step)[-_]?(?P<step>\d+)",
 }
 
@@ -44,7 +44,7 @@ class StepName:
     def tokens(self, tokens_per_step: int | None, first: int = 0, before: int = 0) -> int | None:
         """Return the tokens seen up to this step, if the run began at step `first` after `before` tokens.
 
-        The name's own count, which is rounded to a billion, is used only if the tokens per step are unknown.
+        The token count in the name is rounded to billions. It is used only if the tokens per step are unknown.
         """
         if tokens_per_step is not None:
             return before + (self.step - first) * tokens_per_step
@@ -87,7 +87,7 @@ def _number(text: str) -> int:
 
 
 def recognize(names: Collection[str]) -> Grammar | None:
-    """Return the known grammar that matches most of the names; None if no grammar matches any."""
+    """Return the known naming pattern that matches the largest number of names; None if none matches any name."""
     grammars = [Grammar(spelling) for spelling in PATTERNS]
     counts = [sum(grammar.parse(name) is not None for name in names) for grammar in grammars]
     return grammars[counts.index(max(counts))] if any(counts) else None
@@ -247,7 +247,7 @@ class Series(ABC):
         return tuple(by_step[step] for step in choose(list(by_step), self.steps, self.name))
 
     def tokenizer(self, checkpoint: Checkpoint) -> str | None:
-        """Return the tokenizer of a checkpoint, as a folder or `NAME[@COMMIT]` of the Hub; None if it has none.
+        """Return the tokenizer of a checkpoint, as a folder or `NAME[@COMMIT]` on the Hub; None if it has none.
 
         Raises:
             InputError: the tokenizer cannot be downloaded.

@@ -206,7 +206,7 @@ def _file(name: str) -> str:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-_REQUESTS_AT_ONCE = 8  # the Hub allows some hundred requests per minute
+_REQUESTS_AT_ONCE = 8  # the Hub allows a few hundred requests per minute
 
 
 def ask_all(ask: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -246,7 +246,7 @@ class Source(ABC):
 
     @abstractmethod
     def tokenizer(self) -> str | None:
-        """Return the tokenizer, as a folder or `NAME[@COMMIT]` of the Hub; None if the checkpoint has none."""
+        """Return the tokenizer, as a folder or `NAME[@COMMIT]` on the Hub; None if the checkpoint has none."""
 
     def load(self, folder: Path, dtype: "torch.dtype", offload: "Offload | None" = None) -> "nn.Module":
         """Return the model in a fetched folder, on the CPU in evaluation mode; no code of the checkpoint runs."""
@@ -416,7 +416,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
 
 
 class ModelFiles(Source):
-    """The files of one model: a folder, or a repository of the Hub whose files are downloaded on first use.
+    """The files of one model: a folder, or a repository on the Hub whose files are downloaded on first use.
 
     With `untrained` the weights are newly initialised with that seed.
 
@@ -461,7 +461,7 @@ class ModelFiles(Source):
         return path
 
     def has(self, file: str) -> bool:
-        """Return whether the model has a file; a file of the Hub is downloaded."""
+        """Return whether the model has a file; a file on the Hub is downloaded."""
         try:
             return self.path_of(file).is_file()
         except InputError as error:

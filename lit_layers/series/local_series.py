@@ -83,7 +83,7 @@ class StepFolders(_LocalSeries):
         until = None if schedule is None else Schedule(schedule).steps_to(found[-1].step, _beginning(run)[0])
         return Listing(
             tuple(self._checkpoint(step, FolderSource(folders[step.name], self.memory), run) for step in found),
-            # Steps after the last checkpoint are not expected, because the training may have been interrupted.
+            # Steps after the last checkpoint are not expected, because the run may have been interrupted.
             expected=None if until is None else tuple(until),
         )
 
@@ -102,7 +102,8 @@ _COUNTED = "n_averaged"  # a counter that torch's AveragedModel adds to the tens
 class NetworkTensors:
     """Names and shapes of the tensors of the network that a folder's config.json describes.
 
-    With them, the network is found in a Lightning checkpoint. `rows` is the size of its vocabulary.
+    They identify the network's tensors among all tensors of a Lightning checkpoint. `rows` is the size of the network's
+    vocabulary.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -301,7 +302,10 @@ class LightningSource(FolderSource):
 
 @functools.cache
 def _written(described: str) -> Scratch:
-    """Return a temporary folder with the config.json of a network, whose vocabulary size is that without padding."""
+    """Return a temporary folder with a network's config.json; `described` is the text of that file.
+
+    The vocabulary size in the file is the one without padding rows.
+    """
     settings, scratch = json.loads(described), Scratch()
     if "unpadded_vocab_size" in settings:
         settings["vocab_size"] = settings.pop("unpadded_vocab_size")

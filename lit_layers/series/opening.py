@@ -1,4 +1,4 @@
-"""Open series and models by name: folders, repositories of the Hub, manifests, single models and sets of models."""
+"""Open series and models by name: folders, repositories on the Hub, manifests, single models and sets of models."""
 
 import fnmatch
 import functools
@@ -32,7 +32,7 @@ class Facts:
 
     Args:
         names: name patterns of the repositories.
-        grammar: how branches are named; a list has one grammar for each training in the repository.
+        grammar: how branches are named; a list has one grammar for each training run in the repository.
         repositories: template for the name of each step's repository, if every step is a repository. `{repo}` is the
             repository of the series, `{step}` the step, `{thousands}` the step divided by 1000.
         ranges: (first, last, interval) of the expected steps.
@@ -100,7 +100,7 @@ _Step = tuple[StepName, Source]
 
 
 class HubRevisions(Series):
-    """A repository of the Hub whose branches are steps: Pythia, OLMo, CRFM and others.
+    """A repository on the Hub whose branches are steps: Pythia, OLMo, CRFM and others.
 
     Listing the branches takes one request. If a manifest says that each step is a repository (MultiBERTs), listing
     takes one request per step.
@@ -108,11 +108,11 @@ class HubRevisions(Series):
     Args:
         repo: ORGANIZATION/NAME.
         steps: all, a list, {log_spaced: N}, or a schedule as in training (pythia, {every: 1000}, ...).
-        grammar: how branches are named. auto recognises the known grammars. If a training has several stages that
-            each count their steps from 0, auto takes the first stage. A template such as
+        grammar: how branches are named. auto recognises the known grammars. If a training run has several stages
+            that each count their steps from 0, auto takes the first stage. A template such as
             `stage2-ingredient1-step{step}-*` takes another stage.
         manifest: a file with tokens per step and suspect steps; None: the package's own, if one has the repository.
-        name: name of the series, if the repository holds several trainings.
+        name: name of the series, if the repository holds several training runs.
     """
 
     def __init__(
@@ -155,7 +155,8 @@ class HubRevisions(Series):
         """
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
-        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]  # [:1]: only the grammar of the first training
+        # Of several grammars, use the first: each one selects the branches of one training run.
+        main, first = sources.pop(MAIN, None), _listed(known or [])[:1]
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
             some = f"{len(commits)} branches: {', '.join([*commits][:5])}"
@@ -181,7 +182,7 @@ class Models(Series):
     other models are measured.
 
     Args:
-        models: folders, or repositories of the Hub (`NAME`, or `NAME@REVISION` for a branch).
+        models: folders, or repositories on the Hub (`NAME`, or `NAME@REVISION` for a branch).
         name: name of the set.
         tokenizers: tokenizers by model, named as in `models`, for models without a tokenizer.json.
 
@@ -212,7 +213,7 @@ class Models(Series):
 
 
 class OneModel(Series):
-    """A single model: a folder, or a repository of the Hub whose files are downloaded on first use.
+    """A single model: a folder, or a repository on the Hub whose files are downloaded on first use.
 
     A folder or revision named like a step (step-000001000, step1000) has that step.
 
@@ -266,7 +267,7 @@ def open_series(
     grammar: str = "auto",
     model: str | None = None,
 ) -> list[Series]:
-    """Return the series of a folder or a repository of the Hub, or one series per repository of a manifest.
+    """Return the series in a folder or in a repository on the Hub, or one series per repository of a manifest.
 
     Raises:
         InputError: `name` is none of these, or an option does not fit it.
@@ -288,9 +289,9 @@ def open_series(
 
 
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
-    """Return the series of a repository: one, or one per training if the repository has several.
+    """Return the series of a repository: one, or one per training run if the repository has several.
 
-    The manifest then lists one grammar (pattern of branch names) per training. There is only one series if `grammar` is
+    The manifest then lists one grammar (pattern of branch names) per run. There is only one series if `grammar` is
     not `auto`.
     """
     known = known_facts(repo, manifest).grammar
@@ -300,9 +301,9 @@ def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None)
 
 
 def find_checkpoint(name: str) -> Checkpoint:
-    """Return the checkpoint in a folder, in a .ckpt file or at NAME[@REVISION] of the Hub.
+    """Return the checkpoint in a folder, in a .ckpt file or at NAME[@REVISION] on the Hub.
 
-    It has a step and tokens if it belongs to a series.
+    Its step and token count are known if it belongs to a series.
 
     Raises:
         InputError: `name` is none of these, or the revision does not exist.
