@@ -164,9 +164,9 @@ class EvalText(Batches):
         documents: The range of the split's documents to draw from, as fractions of their number. Sets with ranges that
             do not overlap, such as (0, 0.7) and (0.7, 1), have no document in common.
         num_sequences: Number of windows. A larger set begins with the windows of a smaller one.
-        min_sequences: Smallest number of windows to accept. A corpus with fewer than `num_sequences` windows then gives
-            all it has, and a warning reports how many. This number is the same for every seed. If None, a corpus with
-            fewer than `num_sequences` windows is refused.
+        min_sequences: Smallest number of windows to accept. All windows of the corpus are drawn, whatever the seed, if
+            it has fewer than `num_sequences`. A warning then reports their number. If None, a corpus with fewer than
+            `num_sequences` windows is refused.
         num_tokens: Tokens per window.
         batch_size: Windows per batch; the last batch may be smaller.
         seed: Decides which windows are drawn, and their order.
@@ -427,7 +427,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(ids)}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_tokens": None}  # pickle no memory map: it would copy the whole file
+        return {**self.__dict__, "_tokens": None}  # do not pickle the memory map, which would copy the whole file
 
 
 # `unigram_entropy` counts at most this many tokens: 0.2 GB of uint16, read once. More tokens change the entropy only in

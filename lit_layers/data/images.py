@@ -314,11 +314,12 @@ class EvalImages(Batches):
         split: `test` or `train`.
         num_images: Number of images. A larger set begins with the images of a smaller one.
         image_size: Side of the model's input in px. None means the size of the source's images, or 224 if they are
-            large.
+            larger than 64 px or in folders of files.
         batch_size: Images per batch; the last batch may be smaller.
         seed: Decides which images are drawn, and their order.
         normalisation: `imagenet` and `half` (mean and standard deviation 0.5) normalise each channel by fixed numbers.
-            `source` takes those of the source's training images, which must be small.
+            `source` uses the mean and standard deviation of the source's training images. It requires images of up to
+            64 px that are not in folders of files.
 
     Raises:
         InputError: An option is out of range. On the first iteration: the source cannot be read or has too few images.

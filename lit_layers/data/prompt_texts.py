@@ -322,7 +322,7 @@ def _read_prompts(name: str, folder: str | None) -> tuple[tuple[str, ...], str]:
 
 
 MIN_CHARACTERS = 4
-MAX_EQUAL = 0.05  # largest accepted share of texts with two equal views
+MAX_EQUAL = 0.05  # largest accepted share of texts with two identical perturbed copies
 
 _LETTERS = string.ascii_letters + string.digits
 _ROWS = ("1234567890-", "qwertyuiop[", "asdfghjkl;'", "zxcvbnm,./")
@@ -353,8 +353,8 @@ class Views:
     """Perturbed copies ("views") of texts, with statistics of how much they differ from the original texts."""
 
     texts: list[list[str]]  # texts[v][i]: view v of text i
-    num_equal: int  # number of texts with two equal views
-    num_unchanged: int  # number of texts without a word of 4 or more characters; their views equal the text
+    num_equal: int  # number of texts with at least two identical perturbed copies
+    num_unchanged: int  # number of texts without a word of 4 or more characters, which are not perturbed
     changed_fraction: float  # fraction of all words that a view changes, averaged over views
 
 

@@ -230,8 +230,8 @@ SPLIT_NAME = re.compile(
 class LocalText(Source):
     """The text files at or below a path, sorted by name.
 
-    File or folder names such as `train` and `dev` define splits. The source has its own splits if every file belongs to
-    a split, and if there are files of train and of validation.
+    File or folder names such as `train` and `dev` define splits. These splits are used only if every file belongs to
+    one, and if there are both training files and validation files.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "[SEP]")
 MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 COMPANIONS = (CONFIG, "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja")
 BYTES, MOST_TOKENS = 256, 2_000_000
-LONG_WORD = 1000  # most characters of a word for BPE training, which takes time quadratic in a word's length
+LONG_WORD = 1000  # maximum characters per word in BPE training, which takes time quadratic in the length of a word
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 # The id of the process that imported this module, to recognise forked processes, which have another id. They must use a
 # single thread, because they lack the threads of `tokenizers` and would wait for them forever.

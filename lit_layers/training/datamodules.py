@@ -185,8 +185,8 @@ class LitImageData(LitStepData):
     Args:
         source: `digits` (1,797 handwritten digits, no download), `cifar10`, `cifar100`, a local path (parquet
             files, train/CLASS/*.jpg), or `ORG/NAME` of the Hub.
-        image_size: size of the model's input in px. With None, it is the size of the source's images, or 224 if those
-            are large.
+        image_size: side of the model's input in px. With None, it is the size of the source's images, or 224 if they
+            are larger than 64 px or in folders of files.
         normalisation: `imagenet`, `half` or `source`, as for `EvalImages`.
         global_batch_size: images per optimizer step, over all ranks and micro-batches.
         num_validation_images: number of images of the test split that are used, from the first on; None uses all.
