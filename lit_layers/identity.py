@@ -171,7 +171,7 @@ def settings_of(measurement: Measurement) -> str:
 
 
 def short(settings: str) -> str:
-    """Return a settings' name `CONFIG.DATA`, shortened to eight digits of each hash."""
+    """Shorten each hash in the name of settings, `CONFIG.DATA`, to eight digits."""
     return ".".join(part[:8] for part in settings.split("."))
 
 
@@ -186,8 +186,8 @@ def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = 
         InputError: a run has measurements of two trainings.
     """
     measurements = [*measurements]
-    trainings: dict[str, str] = {}  # the training of each run
-    ways = {known.training: known.resumed} if known else {}  # all steps at which a training was resumed, by training
+    trainings: dict[str, str] = {}  # id of the training, by name of the run
+    ways = {known.training: known.resumed} if known else {}  # all steps at which a training was resumed, by its id
     for m in measurements:
         if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
             raise InputError(
@@ -216,10 +216,10 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
 
 
 def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> str | None:
-    """Store a measurement in `last` as the last of its identity (run, step, analysis, settings); return its settings.
+    """Store a measurement in `last`, in place of an earlier one with the same identity, and return its settings.
 
-    A measurement that failed before its settings were known has settings None. Any later measurement of the same
-    run, step and analysis replaces it.
+    The identity is (run, step, analysis, settings). A measurement that failed before its settings were known
+    has settings None. Any later measurement of the same run, step and analysis replaces it.
     """
     entry = (measurement.run, measurement.step, measurement.analysis)
     failed_early = measurement.error is not None and measurement.provenance.get("config_hash") is None
@@ -271,15 +271,16 @@ def split_shown(
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that measured numbers or trainings depend on.
+    """Return the versions of Python and of each package that can change measured numbers or a training.
 
-    Packages that only provide files or texts are left out, because the hashes of these are recorded.
+    Packages that only provide files or texts are left out, because hashes of these files and texts are recorded.
     """
     import torch
 
     installed = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed: optional, or a checkout
+        # An optional package may be missing, and lit_layers itself is not installed if it is used from a checkout.
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
     return installed
 

@@ -23,9 +23,9 @@ class EmergenceTrainerCallback(TrainerCallback):
             EmergenceTrainerCallback([Lens(batches=text)], steps={"every": 100}, root="checkpoints/mine")])
 
     Step 0 is measured before the first update, and the last step at the end of training. The last step is not measured
-    if the Trainer loads earlier weights at the end (`load_best_model_at_end`). A resumed training continues the same
-    file with `if_exists="resume"`. After an exception the callback keeps the lock of the folder until the process ends
-    or trains again.
+    if the Trainer loads earlier weights at the end (`load_best_model_at_end`). A resumed training continues in the same
+    run folder if `options` contain `if_exists="resume"`. After an exception the callback keeps the lock of the folder
+    until the process ends or trains again.
 
     Args:
         analyses: what to measure.

@@ -191,7 +191,7 @@ class Reading(NamedTuple):
 
 
 def reading(metric: str) -> Reading | None:
-    """Return the facts and definition of a metric; None if it has neither."""
+    """Return the title, facts (such as the range) and definition of a metric; None if no facts are known."""
     row = look_up(metric)
     definition = _definition(row.function) if row.function else Definition([], "")
     facts = {

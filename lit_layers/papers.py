@@ -29,7 +29,8 @@ PAPERS = {
     "([arXiv 2502.02013](https://arxiv.org/abs/2502.02013))",
     "painters": "Sun et al., Transformer Layers as Painters ([arXiv 2407.09298](https://arxiv.org/abs/2407.09298))",
 }
-VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")  # that a step may run
+# The commands of lit-layers that a step of a recipe may run.
+VERBS = ("analyze", "correlate", "emerge", "fit", "intervene", "mteb", "report", "select")
 OVER = ("run", "step", "layer")  # fields of a `Target` that `Published.over` may name; it may also name a tag or column
 _NAME = re.compile(r"<([a-z]\w*)>")
 
@@ -158,7 +159,7 @@ class PaperRecipe:
     published: list[Published] = field(default_factory=list)
 
     def numbers(self) -> list[Published]:
-        """Return one `Published` for each printed number (see `Published.single`)."""
+        """Return one `Published` for each number printed in the paper (see `Published.single`)."""
         return [one for each in self.published for one in each.single()]
 
     def commands(self, root: Path, here: Path, *, reduced: bool) -> list[Step]:
@@ -192,9 +193,9 @@ def read_recipe(path: Path) -> PaperRecipe:
 
 
 def _filled(value: Any, names: Mapping[str, Any], where: str) -> Any:
-    """Return options of a command with each `<name>` in their texts replaced by its value in `names`.
+    """Return the options of a command with each `<name>` in their strings replaced by its value in `names`.
 
-    A text that is only `<name>` becomes the value itself, which need not be text.
+    A string that is only `<name>` becomes the value itself, which may have any type.
     """
     if isinstance(value, Mapping):
         return {key: _filled(each, names, where) for key, each in value.items()}
@@ -221,7 +222,7 @@ Verdict = Literal[
 
 
 class Row(NamedTuple):
-    """A printed number, the measured number with its 95% interval, and the verdict of their comparison.
+    """A number printed in a paper, the measured number with its 95% interval, and the verdict of their comparison.
 
     The verdict is `inside` or `outside` if the printed number is inside or outside the interval of the measured number.
     The interval is widened by the error of reading the printed number off a figure. `too wide` means that the number is
@@ -250,7 +251,7 @@ class _MissingError(Exception):
 
 
 def compare(recipe: PaperRecipe, root: Path, *, reduced: bool = False) -> list[Row]:
-    """Return a row for each printed number, compared with the number that a run of the recipe measured in `root`.
+    """Return a row for each number printed in the paper, with the number that a run of the recipe measured in `root`.
 
     After a reduced run, the numbers that were not measured are only counted, in one row.
 

@@ -1,9 +1,9 @@
 """The files of numbers: `measurements.jsonl` for analyses, `metrics.jsonl` for the scalars of training.
 
-Both files have one JSON object per line. Lines are only appended, except that a resumed training truncates
-`metrics.jsonl`. Other processes may read while one writes, and a kill costs at most the last line. A last line that
-does not parse and has no newline is torn: readers skip it, and the next writer removes it. Any other line that does not
-parse is refused with its file name and number.
+Both files have one JSON object per line. Lines are only appended. The one exception: a resumed training truncates
+`metrics.jsonl`. Other processes may read a file while one process writes it. If the writer is killed, at most the last
+line is lost. A last line that does not parse and has no newline is incomplete: readers skip it, and the next writer
+removes it. Any other line that does not parse is refused with its file name and number.
 
 `lit_layers.identity` explains which lines repeat a measurement, and which numbers form a curve.
 
@@ -103,7 +103,9 @@ def read(path: str | Path) -> list[Measurement]:
 
 
 def lineage_in(root: str | Path) -> Lineage | None:
-    """Return the training in a folder, and the steps at which it was resumed, from run.json; None if there is none.
+    """Return the run in a folder, the id of its training, and the steps at which the training was resumed.
+
+    The facts come from run.json. Return None if run.json names no run or no id.
 
     Raises:
         InputError: run.json is damaged.
@@ -148,7 +150,7 @@ class Store:
         """Write a measurement and its `by_prompt` values to the disk; return the measurement without these values.
 
         Raises:
-            InputError: another training has begun in the folder since this process began to measure the first one.
+            InputError: the training in the folder is no longer the one that this store records.
         """
         if (mine := self.lineage) is not None and mine.run == measurement.run and measurement.step is not None:
             now = lineage_in(self.path.parent)
@@ -254,9 +256,9 @@ def key(analysis: str, record: Record) -> str:
 class ScalarLog:
     """The scalars of training in `metrics.jsonl`, one row per step.
 
-    `log` collects the values of a step in an open row, which is written when the next step is logged. `close` also
-    writes the open row and returns when all rows are on the disk. A checkpoint can then store `offset`, and a resumed
-    run can `truncate` the file to it.
+    `log` collects the values of a step in memory and writes them as a row when the next step is logged. `close` writes
+    the row of the current step and returns when all rows are on the disk. A checkpoint can then store `offset`, and a
+    resumed run can `truncate` the file to it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -284,9 +286,8 @@ class ScalarLog:
     def close(self, *, durably: bool = True) -> None:
         """Write the values collected for the current step. Return when every row is in the file.
 
-        With `durably`, return only when every row is on the disk.
-
-        A kill loses no row in either case. A power cut may lose the rows since the last durable close.
+        With `durably`, return only when every row is on the disk. No row is lost if the process is then killed, even
+        without `durably`. A power failure may lose the rows written since the last durable close.
         """
         self._write_row()
         if durably and self.path.exists():
@@ -347,7 +348,7 @@ def rows(path: str | Path) -> list[dict[str, float]]:
     Raises:
         InputError: a line is not a valid row.
     """
-    # A step has two lines if the log was closed within it: they are joined to one row.
+    # A step has two lines if the log was closed between its values. They are merged into one row.
     lines = groupby(lines_of(Path(path), _Row), key=lambda part: part["step"])
     return [
         {name: value for part in parts for name, value in cast("dict[str, float]", part).items()} for _, parts in lines

@@ -26,7 +26,8 @@ class RunData:
     Args:
         root: the folder.
         about: the content of run.json.
-        measurements: the measurements that form the curves, of one run, or of all models if these have no steps.
+        measurements: the measurements that form the curves. They are those of one run, or those of all models if the
+            folder compares models without training steps.
         scalars: the rows of metrics.jsonl, one per step, with the scalars of training.
         other_runs: names of other runs in the folder, which are not shown.
         others: the measurements of other settings (options and data of an analysis), which are in no curve.
@@ -156,7 +157,8 @@ def cost(run: RunData) -> list[dict[str, Any]]:
     by_analysis = grouped(run.measurements, lambda m: m.analysis)
     seconds = {name: [m.seconds for m in these] for name, these in by_analysis.items()}
     total, wall = sum(map(sum, seconds.values())), run.about.get("seconds")
-    if wall and total > wall:  # leave the shares out: other processes also measured, and their wall time is unknown
+    # Leave out the shares of the wall time: other processes also measured, and their wall time is unknown.
+    if wall and total > wall:
         wall = None
     rows: list[tuple[str, int | None, float]] = [
         (sentence(name), len(each), sum(each)) for name, each in seconds.items()
