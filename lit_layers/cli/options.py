@@ -152,7 +152,7 @@ class Recipe:
         return arguments(self.verb, {**vars(self.options), "recipe": self})
 
     def instantiate_all(self) -> Any:
-        """Return the options with all classes that they name instantiated.
+        """Instantiate all classes that the options name, and return the options.
 
         Raises:
             InputError: a class refuses its arguments.
@@ -161,7 +161,7 @@ class Recipe:
             return self.parser.instantiate_classes(self.options)
 
     def instantiate(self, name: str, options: Namespace) -> Any:
-        """Return the value of one option, with the classes that it names instantiated."""
+        """Instantiate the classes that one option names, and return the value of this option."""
         only = self.parser.get_defaults()
         only[name] = options[name]
         with _input_errors():
@@ -197,7 +197,8 @@ def parser_of(verb: Callable[..., Any]) -> RecipeParser:
     _add_options(parser, verb)
     words = "a YAML recipe with values for these options; a later recipe overrides earlier ones"
     parser.add_argument("-c", "--config", action=_RecipeFile, help=words)
-    words = "log what the command does, and tracebacks of failures"  # only for --help: `take_verbose` removes -v before
+    # This option is only for --help: `take_verbose` has already removed -v from the arguments.
+    words = "log what the command does, and tracebacks of failures"
     parser.add_argument(*VERBOSE, action="store_true", default=argparse.SUPPRESS, help=words)
     return parser
 
@@ -395,7 +396,8 @@ def _env_variable(name: str, *default: Any) -> Any:
 
 def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
-    if name and class_type.__module__.startswith("lightning."):  # a recipe could send the API key to its own server
+    # Otherwise the author of a recipe could have the user's API key sent to another server.
+    if name and class_type.__module__.startswith("lightning."):
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
     _refuse_functions(class_type, kwargs)
     made = class_type(*args, **kwargs)

@@ -83,7 +83,7 @@ def set_threads(device: object, ranks: int = 1) -> None:
 def take_verbose(words: Sequence[str]) -> list[str]:
     """Return the arguments without -v and --verbose, and configure logging accordingly.
 
-    With -v the command logs what it does, and the tracebacks of failures.
+    With -v the command also logs what it does, and the traceback of each failure.
     """
     global _is_verbose
     others = [word for word in words if word not in VERBOSE]

@@ -60,8 +60,8 @@ def analyze(
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
             the Hub together with --steps, or a manifest of published series (*.yaml)
         series: use this instead of a model: a class that defines a series, with its own options
-        follow: measure the checkpoints in a folder, and each new one that a training writes there. If the training is
-            a `fit` run without analyses, the command ends with it; otherwise end it with Ctrl-C or --patience
+        follow: measure the checkpoints in a folder, and each new one that a training run writes there. If it is a `fit`
+            run without analyses, the command ends with the run; otherwise end it with Ctrl-C or --patience
         patience: with --follow, end after this many seconds without a new checkpoint
     """
     command = Command(recipe)
@@ -151,9 +151,9 @@ class Command:
         return _default_analyses(names or DEFAULT, options.corpus, options.tokenizer, target.length_limit)
 
     def _training_analyses(self, owner: str, analyses: Any) -> list[Analysis]:
-        """Return the analyses of a training, as its run.json lists them.
+        """Return the analyses of a training run, as its run.json lists them.
 
-        They pass through the same parser as a recipe, because run.json may come from an untrusted run.
+        The analyses pass through the same parser as a recipe, because run.json may come from an untrusted run.
         """
         try:
             given = self._recipe.parser.parse_object({"analyses": analyses}, self.options)

@@ -34,7 +34,7 @@ def emerge(
         metrics: use only these metrics: METRIC,... or ANALYSIS/METRIC,... (default: those in the result tables of a
             report)
         where: use only curves with this value of a tag, or of a column of a table: --where.NAME=VALUE
-        seeds: the runs are seeds of one training: also find times for the mean curves over all seeds
+        seeds: the runs repeat one training with different seeds: also find times for the mean curves over all seeds
         axis: unit of the time axis: optimizer steps or tokens
         confidence: confidence level of the intervals, and of the test whether a curve emerges
         settings: which settings (options, data) to use if an analysis was measured with several: see --settings of

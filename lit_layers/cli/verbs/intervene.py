@@ -114,7 +114,7 @@ class Interventions:
 
 
 def intervene(recipe: Recipe, model: str, checkpoints: Checkpoints, options: Interventions) -> int:
-    """Run a model with its blocks skipped, repeated, reversed, shuffled or side by side, and measure what breaks.
+    """Run a model with its blocks skipped, repeated, reversed, shuffled or run in parallel, and measure what breaks.
 
     Run the command again to continue after an interruption. Exit code: 0; 1 if anything failed; 2 for wrong input; 130
     after Ctrl-C.

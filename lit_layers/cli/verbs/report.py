@@ -35,9 +35,9 @@ def report(
 
     Args:
         runs: a run's folder, with measurements.jsonl or metrics.jsonl; several runs are drawn side by side on one page
-        seeds: the runs are seeds of one training: draw their mean with an interval
-        group: a field of the recipe, such as data.shuffle_tokens: runs with the same value are treated as seeds of one
-            training
+        seeds: the runs repeat one training with different seeds: draw their mean with an interval
+        group: a field of the recipe, such as data.shuffle_tokens: runs with the same value are treated as repeats
+            of one training with different seeds
         root: file of the page, or folder for report.html (default: RUN/report.html; for several runs: runs.html)
         export: also write all numbers to this .parquet or .csv file
         pictures: also write every figure of the page as PNG, SVG and PDF to this folder

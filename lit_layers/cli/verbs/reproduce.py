@@ -14,7 +14,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file
 from lit_layers.papers import PAPERS, PaperRecipe, Row, Step, compare, read_recipe
 
-STEPS = "steps"  # subfolder with a recipe for each step (command)
+STEPS = "steps"  # name of the subfolder with one recipe for each command to run
 _STOPPED = 128  # exit codes above this mean that a signal ended the command
 
 

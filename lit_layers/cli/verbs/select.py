@@ -56,7 +56,7 @@ class SelectOptions:
         max_iterations: largest number of iterations of the logistic probe
         device: device of the model. auto: a GPU if there is one
         root: folder for pictures and numbers (default: selected/MODEL-TASK; for several models: selected/models-TASK)
-        export: write the cut model to this folder, with its probe and a page
+        export: write the model, cut after the chosen layer, to this folder, with its probe and a README.md
         overwrite: replace an earlier export in the --export folder
         rounds: number of rounds of latency measurement
     """
