@@ -39,7 +39,9 @@ class MeasuringOptions:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Index i and number n of the shard: this process measures every n-th checkpoint, from the i-th on.
+        """The index i of this process's shard, and the number n of shards.
+
+        The process measures every n-th checkpoint, from the i-th on, counted from 0.
 
         Raises:
             InputError: if the shard is not i/n with i below n.

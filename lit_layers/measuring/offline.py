@@ -87,12 +87,12 @@ def analyze_series(
 ) -> SeriesResult:
     """Measure every checkpoint of a series, and append each measurement to `root/measurements.jsonl`.
 
-    The series is audited first. A suspect checkpoint is left out, unless `allow_suspect` is set. Every measurement
-    contains the verdict on its checkpoint; if a verdict changes, earlier measurements are corrected. A checkpoint is
-    neither measured nor loaded again if its measurements exist for the same options, data, tokenizer and weight files.
-    A single model is loaded in any case to hash its weights, but not measured again. A checkpoint that cannot be
-    fetched is named in `failures`, and the others are measured. Downloaded weights are audited once they are local, and
-    the verdicts of the measurements are corrected at the end.
+    First, an audit checks whether the checkpoints are what their names say. A suspect checkpoint is left out, unless
+    `allow_suspect` is set. Every measurement contains the audit's verdict on its checkpoint. If a verdict changes,
+    earlier measurements are corrected. A checkpoint is neither measured nor loaded again if its measurements exist for
+    the same options, data, tokenizer and weight files. A single model is loaded in any case to hash its weights, but
+    not measured again. A checkpoint that cannot be fetched is named in `failures`, and the others are measured.
+    Downloaded weights are audited once they are local, and the verdicts of the measurements are corrected at the end.
 
     Args:
         series: the checkpoints.
@@ -102,7 +102,7 @@ def analyze_series(
         root: the folder of the results. Its name is the name of the run. If it is a run's own folder, the measurements
             are added to those that training wrote. If the series has several models without steps, each model is a run
             of its own.
-        during_training: whether a training that measures nothing itself may be running in `root`.
+        during_training: whether a training run that measures nothing itself may still be writing to `root`.
         progress: receives the number of checkpoints (or analyses of a single model) that are done, their total, and the
             name of the next one.
 
@@ -235,7 +235,10 @@ class _Measuring:
         return {name: why for each in ask_all(unlisted, self.series.checkpoints) for name, why in each.items()}
 
     def _judge(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Audit the series, and update the audit's verdicts in earlier measurements of these checkpoints."""
+        """Audit the series: check whether its checkpoints are what their names say.
+
+        Each earlier measurement of one of `checkpoints` contains a verdict on it. These verdicts are updated.
+        """
         self.result.audit = audit(self.series, without=self.unmeasured.keys(), memory=self._memory)
         listed = self.series.listing.checkpoints
         # A suspicion is withdrawn only if every step of the series was audited.
@@ -378,7 +381,8 @@ class _Measuring:
         """Complete the result of `analyze_series` and return it.
 
         If the first audit read the weights of only some checkpoints, the series is audited again after measuring,
-        because more weights may be local now. Measurements that existed before this call are counted.
+        because more weights may be local now. `num_known` in the result counts the measurements that existed before
+        this call.
         """
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)

@@ -365,7 +365,8 @@ def _forward(view: LayeredModel, batch: Batch, sharing: list[Outcome]) -> Trajec
 def _compute(outcome: Outcome, views: _Views, ranks: OneProcess | Ranks, offset: int) -> None:
     """Gather the values of an analysis from all ranks, run this rank's share of its jobs, and make its records.
 
-    Every rank gathers twice, even if something fails, so that no rank waits for another one forever.
+    Values are gathered before the jobs run, and the jobs' results afterwards. Every rank takes part in both gathers,
+    even if something fails, so that no rank waits for another one forever.
     """
     gathered = ranks.gather(outcome.error, outcome.values)
     outcome.values = {}
@@ -410,7 +411,8 @@ def _groups(due: Sequence[Outcome], views: _Views) -> list[_Group]:
     for outcome in due:
         for argument, rows in outcome.rows.items() if outcome.error is None else ():
             try:
-                key = _key(rows.batches), id(views[rows.precision])  # "own" and "float32" may be one view
+                # The views "own" and "float32" are the same object unless the model is in half precision.
+                key = _key(rows.batches), id(views[rows.precision])
             except Exception as failure:  # the data could not be loaded
                 outcome.error, outcome.failure = kind_and_words(failure), failure
                 break

@@ -172,7 +172,7 @@ def full_float32_precision() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [backend.fp32_precision for backend in backends], older_precision()
-    if older:  # set both interfaces, because reading the older one raises if the two disagree
+    if older:  # set the older interface too, because reading it raises if the two disagree
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
     for backend in backends[:2] if older else backends:
