@@ -177,8 +177,8 @@ def _read_results(path: Path) -> list[dict[str, Any]]:
         for key in (key for key, value in scores.items() if isinstance(value, int | float) and "_stderr" not in key):
             metric, comma, filtered = key.partition(",")
             stderr = pd.to_numeric(scores.get(f"{metric}_stderr{comma}{filtered}"), errors="coerce")  # may be "N/A"
-            # Call lm-eval's metric `acc,none` only `acc`, as earlier versions of lm-eval did. The name of another
-            # filter is written to a column.
+            # Shorten lm-eval's metric name `acc,none` to `acc`, as earlier versions of lm-eval wrote it. Write the name
+            # of any other filter than `none` to a column.
             more = {} if filtered in ("", "none") else {"filter": filtered}
             rows.append({**fields, "task": task, "metric": metric, **more, "value": scores[key], "stderr": stderr})
     return rows

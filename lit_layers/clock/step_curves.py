@@ -96,7 +96,7 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     Each run is one seed. Each merged curve also contains the curves of the runs, in `seeds`.
 
     Raises:
-        InputError: if two runs have the same numbers, or were measured with different options or data
+        InputError: if two runs have identical values, or were measured with different options or data
             (`refuse_odd_seeds`).
     """
     curves = list(curves)
@@ -108,7 +108,7 @@ def merge_seeds(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
     """Return the mean over runs of each curve that two runs or more share.
 
-    Unlike `merge_seeds`, this does not refuse runs with equal numbers: a single metric may be equal in different runs.
+    Runs with identical values are not refused, unlike in `merge_seeds`: one metric can be identical in two runs.
     """
     groups = grouped(curves, lambda curve: curve.key)
     merged = []
@@ -135,8 +135,8 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
     """Check that the seeds are different runs, measured with the same settings.
 
     Raises:
-        InputError: if two runs have the same numbers everywhere, or measured an analysis with different options or
-            data. The message names the two runs.
+        InputError: if two runs have identical values in all curves, or measured an analysis with different options
+            or data. The message names the two runs.
     """
     seen: dict[frozenset[Any], str] = {}
     for run, curves in grouped(seeds, lambda curve: curve.run).items():
@@ -155,7 +155,7 @@ def refuse_odd_seeds(seeds: Sequence[StepCurve]) -> None:
 
 
 def differing_settings(curves: Iterable[tuple[str, StepCurve]]) -> dict[str, dict[str, list[str]]]:
-    """Return the analyses of which the same curve was measured with different settings (options and data).
+    """Return the analyses that have a curve measured with several settings (options and data).
 
     `curves` are pairs of a name, such as that of a run, and a curve. The result maps each of these analyses to its
     settings, and each of these settings to the names of the curves that were measured with it. Curves with unknown

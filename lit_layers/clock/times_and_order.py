@@ -30,7 +30,7 @@ COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before",
 Timed = tuple[StepCurve, EmergenceTimes]
 BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
-FEWEST_COMMON = 5  # curves that two runs must share, so that the orders in which these emerge are compared
+FEWEST_COMMON = 5  # number of curves that two runs must share before their orders of emergence are compared
 UNDECIDED = 0.05  # if more than this share of draws leave undecided which curve is first, its probability is NaN
 WIDEST = 0.25  # share of the log axis: half-way points with wider intervals are left out of comparisons of orders
 
@@ -105,7 +105,7 @@ def measure_times(
 
 
 def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> Clock | None:
-    """Return when each metric of a run emerges for the whole model, or, if it has only layers, at the last layer.
+    """Return the emergence times of one curve per metric of a run: that of the whole model, or else of the last layer.
 
     The numbers equal those of `lit-layers emerge` and use the values of prompts that the run's folder `root` stores.
     Return None if no curve has at least `FEWEST_CHECKPOINTS` checkpoints, or none has emergence times.
@@ -160,9 +160,11 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
     """Return the probability that the first curve reaches its half-way point before the second curve.
 
     Without `paired`, the draws of the two half-way points are independent. With `paired`, draw i of one belongs to draw
-    i of the other, because both come from `emergence_times` with the same `counts`. If the interval of a half-way point
-    is open at one end, the point may lie anywhere on that side of its draw. The probability is NaN if the order is then
-    undecided in more than the share `UNDECIDED` of the draws.
+    i of the other, because both come from `emergence_times` with the same `counts`.
+
+    If a half-way point may lie before the first checkpoint, its draws are only upper bounds. If it may lie after the
+    last checkpoint, they are only lower bounds. The probability is NaN if such bounds leave the order undecided in more
+    than the share `UNDECIDED` of the draws.
     """
     ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
     is_open = any((*first.open_ends, *second.open_ends))
