@@ -84,8 +84,9 @@ def correlate(
 
     Args:
         table: The models.
-        given: Columns to hold fixed in partial correlations, first one by one and then all together. The known sizes of
-            the models and the baseline of the metric are always held fixed one by one.
+        given: Columns to hold fixed in partial correlations, first one by one and then all together. The sizes of
+            the models and the metric's baseline are always held fixed one by one, if the table has them. The baseline
+            is the value of the metric by chance, or the value predicted from the width.
         group: Column for correlations within groups of models with the same value of it. If it is None, the group
             column of the table is used, if there is one.
         resamples: Number of bootstrap resamples of the models, for percentile intervals.
@@ -175,8 +176,8 @@ def _coefficients(x: Column, y: Column, options: Mapping[str, int]) -> list[Row]
 def _covariates(table: ModelTable, given: Sequence[str]) -> list[str]:
     """Return the columns that partial correlations hold fixed one by one.
 
-    These are the baseline of the metric, the sizes of the models and the columns in `given`, if they vary between
-    models.
+    These are the metric's baseline (`ModelTable.baseline`), the sizes of the models and the columns in `given`, if they
+    vary between models.
     """
     there = set(table.frame.columns) - {table.metric, table.score}
     names = dict.fromkeys(n for n in (table.baseline, *SIZES, "k", *given) if n in there)

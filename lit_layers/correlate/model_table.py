@@ -107,8 +107,8 @@ class RunModel:
     def sizes(self) -> dict[str, float]:
         """Return the known sizes of the model, by the names in `SIZES`.
 
-        They come from the facts of the run or of its measurements, or else from the options of its recipe. If the depth
-        is unknown, it is the last layer measured.
+        They come from the description of the model in run.json, the provenance of the measurements, or the options of
+        the recipe: the first that has the size. An unknown depth is replaced by the last layer measured.
         """
         described = [self.about.get("model", {}), *(m.provenance for m in self.measurements), self.settings()]
         sizes = {}
@@ -123,7 +123,7 @@ class RunModel:
         """Return the scalar options of a run's model and data, and its seed.
 
         The keys are the last components of the options' names, such as `num_layers`. Options with equal last components
-        have their whole names.
+        keep their full names.
         """
         config = self.about.get("config", {})
         rows = pd.json_normalize({part: config[part] for part in ("model", "data") if part in config}).to_dict(
@@ -215,16 +215,17 @@ def resolve_k(query: MetricQuery, model: RunModel) -> MetricQuery:
 
 
 def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: str) -> Mapping[str, Any]:
-    """Return the tags that are closest to those of a plain mean without normalization.
+    """Return the tags that differ least from those of a plain mean without normalization.
 
     `variants` are the tags of the values of one metric, one of which must be chosen.
 
     Raises:
-        InputError: Several tags are equally close.
+        InputError: Several variants differ equally little.
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    plain = [tags for tags in distinct if plainest([tags, best]) is tags]  # tags that are as close as `best`
+    # the variants that differ from a plain mean as little as `best`
+    plain = [tags for tags in distinct if plainest([tags, best]) is tags]
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))
         raise InputError(f"{option}: {what} has {len(plain)} variants ({listed}): choose one by its tags")
@@ -274,7 +275,7 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     """Read a .csv or .parquet file, with the names of the models as text in the column `model`.
 
     Raises:
-        InputError: The file cannot be read, or no column names the models, or a name is missing.
+        InputError: The file cannot be read, has no column with the names of the models, or lacks a name.
     """
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
@@ -534,7 +535,7 @@ def _add_scores(
 ) -> tuple[str, str]:
     """Add the score to each model's row in the table of models, and return the name and title of its column.
 
-    The score of a training run is taken at the step of its metric.
+    The score of a training run is read at the same step as its metric.
     """
     path, colon, column = score.rpartition(":")
     if colon and Path(path).suffix in (".csv", ".parquet"):
