@@ -45,9 +45,9 @@ def draft_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError raised inside, if it names no file or only the draft of this file.
+    """Name `path` in an OSError of the context that names no file, or only the draft of `path` (see `draft_path`).
 
-    IO errors of libraries written in Rust become an OSError with `path`.
+    Libraries written in Rust raise IO errors of other types. These also become an OSError that names `path`.
     """
     try:
         yield

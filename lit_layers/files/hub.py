@@ -69,7 +69,7 @@ ASK_AGAIN = "check the name, the revision and the network, or run the same comma
 
 
 def reason(error: Exception) -> str:
-    """Return the class of an error and the first 200 characters of its message, for another message."""
+    """Return the class of an error and the first 200 characters of its message, to be quoted in another message."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder='...')}"
 
 
@@ -120,7 +120,7 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        from huggingface_hub import HfApi  # takes 0.2 s, which a local series does not need
+        from huggingface_hub import HfApi  # this import takes 0.2 s, and a local series does not need it
 
         # Without this, transformers starts a thread on loading a pickle, which asks the Hub for a safetensors version.
         os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
