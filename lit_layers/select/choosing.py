@@ -155,7 +155,7 @@ def choose(
 
 
 def _defined(rows: Tensor) -> Tensor:
-    """Return the scores, (layers, rows), without the rows whose score at a layer is not finite.
+    """Return the scores, (layers, rows), of the rows with a finite score at every layer.
 
     For example, the log-loss of a row is infinite if its class has no training rows.
     """

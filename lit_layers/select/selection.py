@@ -1,4 +1,7 @@
-"""Files about the layer chosen for a model (numbers, picture, HTML page, exported model), and about several models."""
+"""The files that describe the layer chosen for a model, and those that compare several models.
+
+The files about one model are its numbers, a picture, an HTML page and the exported model.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +28,7 @@ _PICK = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """The layer chosen for a model and a task. Its methods write the numbers, a picture, a page and the cut model."""
+    """The layer chosen for a model and a task. Its methods write all files about it."""
 
     name: str  # name of the model in the picture
     files: ModelFiles
@@ -137,7 +140,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """One of several models that are compared: its chosen layer and its times, without its weights."""
+    """One of several models that are compared: its chosen layer and its computing times, without its weights."""
 
     name: str
     choice: Choice
@@ -155,7 +158,7 @@ class Candidate:
 
 
 def comparison_table(models: Sequence[Candidate], left_out: Mapping[str, str]) -> pd.DataFrame:
-    """Return a table with one row per model: its chosen layer, its scores with 95% intervals and its times.
+    """Return a table with one row per model: its chosen layer, its scores with 95% intervals and its computing times.
 
     The row of a model in `left_out` has only the reason why it is left out.
     """
