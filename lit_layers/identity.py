@@ -203,8 +203,7 @@ def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = 
 def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     """Return the last measurement of each identity (run, step, analysis, settings), in the order of the file.
 
-    Failed measurements are included. Measurements that `drop_abandoned` drops are not: those of later steps than the
-    step at which the training was resumed.
+    Failed measurements are included. Measurements that a resumed training abandoned are not (see `drop_abandoned`).
 
     Raises:
         InputError: a run has measurements of two trainings.
