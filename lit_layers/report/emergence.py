@@ -262,7 +262,7 @@ def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> di
 def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     """Return a sentence for each metric of a run that emerges, earliest first.
 
-    Then follow sentences on the metrics that change but come back.
+    Sentences for metrics that change and then return to their first value follow.
     """
     back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
     return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
@@ -275,7 +275,7 @@ def _unchanged(clock: Clock, run: str) -> list[str]:
 def _figures(
     clock: Clock, axis: AxisName, layers: Sequence[LayerCurve]
 ) -> tuple[dict[str, Any], list[tuple[str, Chart]]]:
-    """Return the blocks of figures in each section of the emergence page, and all charts with their file names."""
+    """Return the figure blocks in each section of the emergence page, and all charts with their file names."""
     several, first = len(clock.runs) > 1, list[Block]()
     named = [("timeline", timeline(clock, axis=axis))] if any(times.emerges for times in clock.times) else []
     first += [_block("Timeline", chart, "named") for _, chart in named]
@@ -294,7 +294,7 @@ def _figures(
 
 
 def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[str, Any]) -> str:
-    """Return the HTML of the emergence page; `content` holds its blocks of figures."""
+    """Return the HTML of the emergence page; `content` holds its figure blocks."""
     # Leave out the names of mean curves over seeds: a mean is not a run.
     runs = list(dict.fromkeys(curve.run for curve in clock.curves if curve.seeds is None)) or clock.runs
     return fill(
@@ -316,7 +316,7 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
 
 
 def _block(title: str, chart: Chart, kind: str) -> Block:
-    """Return a block with one wide figure.
+    """Return a figure block with one wide figure.
 
     On narrow screens `kind="named"` puts row names above the rows, and `kind="scrolled"` keeps the figure's full width.
     """

@@ -64,7 +64,8 @@ def curves_of(
             for record in (m.records if scalars == "all" else shown_records(m))
             if record.other_layer is None
             and record.tags.keys().isdisjoint(records.AXES)
-            # Keep one number of loops: all would give hundreds of curves. The table of records has all.
+            # Log a single number of loops, because all of them would give hundreds of curves. The table of records
+            # has all.
             and record.tags.get("loops", loops) == loops
         ]
         if scalars == "plotted":
@@ -116,7 +117,7 @@ def layer_maps(root: str | Path, last_step: float = math.inf) -> dict[str, Any]:
 
     charts, (measured, plain) = dict[str, Any](), measured_in(root)
     for name, series in surfaces_of((m for m in measured if (m.step or 0) <= last_step), plain).items():
-        with contextlib.suppress(ValueError):  # skip a metric whose plainest variant exists at one step only
+        with contextlib.suppress(ValueError):  # skip a metric whose default variant has only one step
             charts[name] = layer_surface(records.frame(series), series[0].records[0].metric).whole()
     try:
         pictures = pictures_of([*charts.values()], [".png"]) if charts else []
@@ -156,15 +157,14 @@ class WandbRun:
     """Writer of measurements to a W&B run of the user; it does not change the numbers of the user's own rows.
 
     W&B numbers the rows of a run, and drops a row whose number is lower than that of the previous row. Measurements are
-    therefore merged into the open row, which W&B has not yet sent. A row gets at most one step. Steps that cannot be
-    merged are written at the end of the run.
+    therefore merged into the open row, which W&B has not yet sent. A row gets at most one step. A step that cannot
+    be merged gets a row of its own: at the end of the run or, with an axis, some steps later.
 
     Args:
         run: the W&B run.
         axis: the key under which the user's logger writes the step into each of its rows, or None if it does not. With
-            an axis, measurements of a step are only merged into the row that the logger writes at that step (`join`).
-            If the logger writes no row at that step, they get a row of their own some steps later. Charts are still
-            right, because W&B plots over the axis.
+            an axis, measurements of a step are only merged into the row that the logger writes at that step. Charts
+            are also right for measurements in other rows, because W&B plots over the axis.
     """
 
     # By run id: the number of the last row with measurements, and their step. Two networks may log to one run, so all
@@ -187,7 +187,8 @@ class WandbRun:
 
         Without an axis, they are merged into the open W&B row (the one not yet sent) if it has no other step.
         """
-        # Write pending steps, except a single one: it may be step 0, which comes before the logger's first row.
+        # Write the pending steps in rows of their own. A single pending step waits: it may be step 0, which is measured
+        # before the logger writes its first row, and that row may still take it.
         if self._is_shared and len(self._pending) > 1:
             self.flush()
         self._pending[step] = {**values, self._axis: step}

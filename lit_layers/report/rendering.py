@@ -103,8 +103,8 @@ def write_pictures(
 ) -> list[Path]:
     """Write every figure of the page of a run, or of models side by side, as PNG, SVG and PDF; return the paths.
 
-    File names consist of section, title, choice and caption, as on the page. A figure with a slider shows the last
-    checkpoint.
+    A file name consists of the section, the figure's title, the entry chosen in the figure's menu, and the caption. A
+    figure with a slider shows the last checkpoint.
 
     The folder is created if needed; other files in it are not touched. Suspect checkpoints are left out unless
     `allow_suspect`. `settings` selects one of several settings of an analysis, as in `write_report`.

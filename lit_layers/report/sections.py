@@ -20,7 +20,7 @@ from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, T
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # largest number of whole-model variants in one figure
-# Groups of metrics: the metrics of one group share a block of the page, where the reader chooses one of them.
+# Groups of metrics: the metrics of one group share a figure block of the page, where the reader chooses one of them.
 _CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")
 CONTROLS = ("random_labels", "relabelled_vocabulary")
 
@@ -66,9 +66,9 @@ def sections(
 
 
 def _members(part: Any, *, grouping: bool) -> Iterator[tuple[str, list[str]]]:
-    """Yield the title and the metrics of each block in the section of an analysis.
+    """Yield the title and the metrics of each figure block in the section of an analysis.
 
-    A block shows either a group of metrics that the reader chooses from, or a single metric (title "").
+    A figure block shows either a group of metrics that the reader chooses from, or a single metric (title "").
     """
     measured = sorted(part["metric"].unique(), key=rank)
     baselines = {look_up(metric).baseline for metric in measured}
@@ -217,8 +217,8 @@ def _is_on_profile(point: tables.Point) -> bool:
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
     """Return the entries of a metric's menu on the page: the options of a figure, and a text.
 
-    An entry is a variant (set of tags). If each layer (or pair of blocks) has a table of values, an entry is a variant
-    of one layer.
+    An entry is a variant (set of tags), or a variant of one layer if each layer (or pair of blocks) has a table of
+    values.
     """
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:
@@ -271,14 +271,15 @@ def is_intervention(frame: pd.DataFrame) -> Any:
 
 
 def intervention_sections(frame: pd.DataFrame, notes: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the sections about interventions on the order of blocks; `notes` are sentences by analysis.
+    """Return the sections about interventions on the order of blocks.
 
-    For a run, figures have a slider over checkpoints. For several models, the reader chooses a model.
+    `notes` maps the name of an analysis to a sentence about it. For a run, figures have a slider over checkpoints. For
+    several models, the menu of a figure block also selects the model.
     """
     table: Any = frame[is_intervention(frame) & (frame["metric"] != records.FAILED)]
     if table.empty or "variant" not in table:
         return []
-    # Drop single random orders, which are most of the rows and which no figure shows.
+    # Drop records of individual random orders: they are most of the rows, and no figure shows them.
     table = table[table["seed"].isna()] if "seed" in table else table
     shown = []
     by_kind = tables.grouped(sorted(table["analysis"].unique(), key=lambda name: name not in _MEANS.values()), _kind)

@@ -175,7 +175,7 @@ class SideBySide:
 
     @property
     def shared(self) -> dict[Key, Mapping[str, Line]]:
-        """The lines of metrics that all groups have."""
+        """The lines of the metrics that every group (one run, or several seeds) has."""
         return {key: lines for key, lines in self.lines.items() if len(lines) == len(self.groups)}
 
 
@@ -191,8 +191,9 @@ def read_side_by_side(
 
     Args:
         roots: folders of runs.
-        seeds: all runs are seeds of one training.
-        group: runs with the same value of this recipe field, such as `data.shuffle_tokens`, are seeds of one training.
+        seeds: all runs are the same training with different seeds.
+        group: runs with the same value of this recipe field, such as `data.shuffle_tokens`, are the same training with
+            different seeds.
         settings: which settings (options and data) to use if an analysis was measured with several, as in
             `lit_layers.identity`.
         allow_suspect: also use checkpoints that an audit found suspect.
@@ -341,7 +342,7 @@ def page_of(content: SideBySide) -> str:
 
 
 def _first_difference(content: SideBySide) -> dict[str, Any]:
-    """Return a sentence on up to which step all groups are equal, and a figure of the metric that differs first."""
+    """Return a sentence that names the last step before groups of runs differ, and a figure of the first difference."""
     found: list[tuple[float, tuple[int, int], Key]] = []
     order = _order(content)
     for key, lines in content.shared.items():

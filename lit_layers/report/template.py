@@ -1,4 +1,4 @@
-"""Building blocks of all HTML pages: tables, blocks of figures, and the template with script and style."""
+"""Parts of all HTML pages: tables, figure blocks, and the template with script and style."""
 
 import base64
 import functools
@@ -62,11 +62,11 @@ def block(
     kind: str = "",
     metrics: Sequence[str] = (),
 ) -> Block:
-    """Return a block of drawn figures; the reader selects one of `choices`.
+    """Return a figure block with drawn figures; the reader selects one of `choices`.
 
-    All choices get the same number of figure slots, and unused slots are hidden. A choice without figures shows a
-    sentence instead. A block with several slots is wide, unless `wide` says otherwise. `metrics` adds explanations of
-    these metrics below the figures. `kind` is a CSS class.
+    All choices get the same number of places for figures, and unused places are hidden. A choice without figures shows
+    a sentence instead. A block with several places is wide, unless `wide` says otherwise. `metrics` adds explanations
+    of these metrics below the figures. `kind` is a CSS class.
     """
     shown = [{"text": text, "figures": [_draw(*each, kind) for each in figures]} for text, figures in choices]
     slots = max([1, *(len(choice["figures"]) for choice in shown)])
@@ -88,13 +88,13 @@ def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[s
 
 
 def _figure(chart: Chart | None = None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Return one slot of a block: a chart, a problem text, or nothing (hidden)."""
+    """Return the content of one figure place on a page: a chart, the text of a problem, or nothing, which hides it."""
     absent = chart is None and not problem
     return {"caption": caption, "chart": chart, "problem": problem, "absent": absent, "kind": kind}
 
 
 def charts_in(name: str, blocks: Iterable[Block]) -> Iterator[tuple[str, Chart]]:
-    """Yield the charts of blocks, each with a name that is unique in its section."""
+    """Yield the charts of figure blocks, each with a name that is unique in its section."""
     for block in blocks:
         for choice in block["choices"]:
             for each in choice["figures"]:
@@ -111,7 +111,7 @@ def content_of(chart: Chart) -> dict[str, Any]:
 
 
 def fill(template: str, **content: Any) -> str:
-    """Return the HTML page of a template filled with `content`, including the data of all figures in its blocks."""
+    """Return the HTML page of a template filled with `content`; it embeds the data of all figures in `content`."""
     page, figures = files("lit_layers.report").joinpath("page"), Figures()
     content = number_figures(content, figures)
     specs = json.dumps(figures, separators=(",", ":")).encode()  # the figures are similar, so gzip shrinks them tenfold
@@ -142,7 +142,7 @@ def _environment() -> jinja2.Environment:
 
 
 def number_figures(content: Any, figures: Figures) -> Any:
-    """Return `content` with every block's figures replaced by slots that refer to figures by index.
+    """Return `content` with the figures of each figure block replaced by their indices in `figures`.
 
     The figures are appended to `figures`.
     """

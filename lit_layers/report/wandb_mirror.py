@@ -1,4 +1,4 @@
-"""A copy of a run at W&B, kept complete from the run's files, and a W&B workspace with the charts of the run."""
+"""A copy of a run at W&B, which is completed from the run's files, and a W&B workspace with the charts of the run."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ class WandbMirror:
 
     The table at the end has all records. If an analysis was measured with several settings (options and data), records
     of all but the first ones get a separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one
-    sentence. W&B uploads rows in a process of its own, so only the end of the run waits for uploads.
+    warning. W&B uploads rows in a process of its own, so only the end of the run waits for uploads.
 
     Args:
         project: the W&B project.
@@ -50,9 +50,9 @@ class WandbMirror:
             at the start if W&B cannot be reached. offline: only write files. disabled: do nothing. With auto, the
             variable WANDB_MODE takes precedence.
         entity: the W&B team or user; None uses the default of the API key.
-        group: group of the run at W&B, e.g. to group the seeds of one training.
-        scalars: plotted: one variant of each metric is a curve, and one metric of each analysis has a curve per layer.
-            all: everything except values of layer pairs.
+        group: group of the run at W&B, e.g. to group runs that differ only in their seed.
+        scalars: the values that become curves over steps. plotted: one variant of each metric, such as its mean, and
+            values per layer for only one metric of each analysis. all: everything except values of layer pairs.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class WandbMirror:
 
     @contextlib.contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Stop the mirror after any error and log a sentence, so that training goes on.
+        """Stop the mirror after any error and log a warning, so that training goes on.
 
         Raises:
             InputError: the error is an InputError from before the W&B run started.
