@@ -95,9 +95,9 @@ class Analysis(ABC):
     UNMEASURED: ClassVar[Sequence[str]] = ()  # options that change no number and are left out of the config
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the rows to read, keyed by the arguments of `compute`.
+        """Return the rows on which the model runs, keyed by the argument of `compute` that receives their values.
 
-        By default these are the batches of the field `batches`, if it exists.
+        By default, these rows are the batches of the field `batches`, if it exists.
         """
         batches = getattr(self, "batches", None)
         return {} if batches is None else {"batches": Rows(batches)}
@@ -186,7 +186,7 @@ class Analysis(ABC):
         """Return the analysis with the options of its preset or, if it has no preset, the analysis itself.
 
         Raises:
-            InputError: if the user set an option to another value than the preset does.
+            InputError: if the user set an option to a value that differs from the preset's.
         """
         fields: Any = self
         preset = getattr(fields, "preset", None)
@@ -224,7 +224,7 @@ class Analysis(ABC):
         """Check each option against its `Literal` type and against its smallest allowed value in `LEAST`.
 
         Raises:
-            InputError: naming the option and its allowed values.
+            InputError: if a value is not allowed. The message names the option and its allowed values.
         """
         for field in dataclasses.fields(self) if dataclasses.is_dataclass(self) else ():
             value, choices = getattr(self, field.name), _choices(field.type)

@@ -1,4 +1,4 @@
-"""Invariance of each layer to misprints in a text, and entropy of prompts made less natural."""
+"""Invariance of each layer to typing errors in a text, and entropy of prompts made less natural."""
 
 import hashlib
 import math
@@ -45,15 +45,15 @@ WITHIN = "lidar_within_over_delta"
 
 @dataclass(kw_only=True)
 class Invariance(Analysis):
-    """InfoNCE, LiDAR and DiME of views of texts at every layer 0..L, and their means over layers 1..L.
+    """InfoNCE, LiDAR and DiME of changed copies of texts at every layer 0..L, and their means over layers 1..L.
 
-    Each text gets `num_views` misprinted copies, its views (`data.make_views`). The model runs once on each view, which
-    gives one pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views. `lidar` and
-    `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. With form "cross", `infonce_share`
-    is 1 - loss / log N for N prompts. `lidar_within_over_delta` is the mean variance within prompts, divided by
-    `delta`. The tag `num_layers_near_delta` counts the layers where this ratio is below 10; LiDAR says little about
-    such a layer. `changed_fraction` is the share of words that a view changes. Records of means over layers have no
-    `layer`.
+    Each text gets `num_views` copies with typing errors, its views (`data.make_views`). The model runs once on each
+    view, which gives one pooled vector. `infonce` (lower is more invariant) and `dime` compare the first two views.
+    `lidar` and `lidar_rank` use all views. `infonce_chance` is the loss if all states are equal. With form "cross",
+    `infonce_share` is 1 - loss / log N for N prompts. `lidar_within_over_delta` is the mean variance within prompts,
+    divided by `delta`. The tag `num_layers_near_delta` counts the layers where this ratio is below 10; LiDAR says
+    little about such a layer. `changed_fraction` is the share of words that a view changes. Records of means over
+    layers have no `layer`.
 
     Each value is one number for the whole set of prompts, with an interval from `num_halves` random halves. The mean of
     a metric over these halves is `METRIC_of_half`. Values depend on the number of prompts, so compare them at equal
@@ -61,8 +61,8 @@ class Invariance(Analysis):
 
     A layer where a metric is undefined has no record of it. One example is layer 0 under pooling "cls", where all
     prompts have the same vector. Another is a layer at which fewer than half of the prompts have a vector. The mean
-    over layers 1..L is then NaN and counts such layers in the tag `num_undefined_layers`. A prompt that lacks a vector
-    at a measured layer is left out at all layers and counted in `num_undefined`. The model runs in float32 or wider.
+    over layers 1..L is then NaN, and its tag `num_undefined_layers` counts such layers. A prompt that lacks a vector at
+    a measured layer is left out at all layers and counted in `num_undefined`. The model runs in float32 or wider.
 
     Preset "released_code" computes what the code of Skean et al. (arXiv 2502.02013) computed in 2024-09.
 
@@ -118,7 +118,7 @@ class Invariance(Analysis):
         self._encoded_for(model)
 
     def data_hash(self) -> str | None:
-        """Return a hash of the texts and of the token ids of their misprinted copies (views)."""
+        """Return a hash of the texts and of the token ids of their views (copies with typing errors)."""
         ids = self._encode(self.max_tokens).content_hash()
         return hashlib.sha256(f"{self.texts.content_hash()}/{ids}".encode()).hexdigest()[:16]
 
@@ -126,7 +126,7 @@ class Invariance(Analysis):
         return self._encode(self.max_tokens).tokenizer_hash
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the views to read.
+        """Return the batches of views (copies of texts with typing errors) on which the model runs.
 
         The dict is empty if their vectors are too large to send between ranks. `jobs` then runs the model itself.
         """
@@ -159,7 +159,7 @@ class Invariance(Analysis):
 
     @cached_property
     def views(self) -> Views:
-        """The misprinted copies of all texts."""
+        """The views of all texts: copies with typing errors."""
         return make_views(self.texts.texts(), self.num_views, seed=self.seed)
 
     def _encoded_for(self, model: LayeredModel) -> EncodedTexts:

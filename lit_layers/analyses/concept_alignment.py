@@ -36,9 +36,9 @@ class ConceptAlignment(Analysis):
 
     Records without a category are means over categories, with a bootstrap interval over categories. The interval of one
     category's `concept_alignment` is over its word pairs. Each cosine involves two word pairs, so cosines are not
-    independent. The interval is therefore that of the mean of the values mean + 2 (m_i - mean), one per pair i. Here
-    m_i is the mean cosine of pair i with the other pairs. These values are the first-order terms of a mean over two
-    pairs (a U-statistic).
+    independent. The bootstrap therefore resamples one value per word pair i: m + 2 (m_i - m). Here m is the mean of all
+    cosines, and m_i the mean cosine of pair i with the other pairs. The values are the first-order terms of m, which is
+    a U-statistic of order two.
 
     The model runs in float32 or wider. Memory: layers x words x width (25 x 3,000 x 1,024 x 4 B = 0.3 GB).
 

@@ -185,7 +185,7 @@ class Induction(Analysis):
 
 
 def _uniform(weights: Tensor) -> Tensor:
-    """Return uniform attention (1, tokens, tokens) on a prompt's tokens; NaN if its weights are not finite."""
+    """Return uniform attention (1, tokens, tokens), causal if `weights` are, or NaN if `weights` are not finite."""
     causal = not bool((weights.triu(1) > 0).any())
     chance = uniform_attention(weights.shape[-1], causal=causal).to(weights.device)
     return chance.masked_fill(~weights.isfinite().all(), torch.nan)

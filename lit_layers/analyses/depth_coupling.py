@@ -1,4 +1,4 @@
-"""Coupling of blocks over depth: how far their Jacobians share singular directions, and how linear the path is."""
+"""Coupling of blocks over depth: which singular directions their Jacobians share, and how linear the blocks are."""
 
 import math
 from collections import defaultdict
@@ -54,9 +54,9 @@ class Coupling(Analysis):
     `spectrum_r_squared`, of a line through 1 / the largest singular value of each block.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
-    tokens. With "mean_patch", every metric is computed at `num_patches` evenly spread patches of an image (None means
-    all patches) and averaged over them. Jacobians are not averaged. The first `num_prompts` prompts are measured. With
-    `states="hf"`, the last block includes the final norm.
+    tokens. With `token="mean_patch"`, every metric is computed at `num_patches` evenly spread patches of an image (None
+    means all patches) and averaged over them. Jacobians are not averaged. The first `num_prompts` prompts are measured.
+    With `states="hf"`, the last block includes the final norm.
 
     Preset "released_code" does what the authors' code does. For text, `k` is 10, 30 and 50, `sign` is "absolute" and
     `states` is "hf". For images, `k` and `sign` are the same, and only the last patch of the first image is measured,
@@ -170,7 +170,10 @@ class _Blocks:
         return {name: torch.stack(blocks) for name, blocks in rows.items()}
 
     def _factors_and_values(self, jacobian: Tensor) -> tuple[Tensor, Factors, dict[str, Tensor]]:
-        """Return the Jacobian with zeros where it is undefined, its leading factors, and the values of this block."""
+        """Return a block's Jacobians, their leading singular vectors and values, and the values for the records.
+
+        Jacobians that are not finite are replaced by zeros.
+        """
         options = self.options
         finite, undefined = finite_or_zero(jacobian)  # undefined: (prompts,)
         broken = ~jacobian.isfinite().all(-1).all(-1)
@@ -343,7 +346,7 @@ class CouplingMatrices(Analysis):
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=1)}
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the matrix (k, k, 1) of each pair, NaN if undefined."""
+        """Return a dict from each pair of blocks to its matrix A (k, k, 1), which is NaN if undefined."""
         count = functional.num_directions(self.k, seen.model.dim)
         blocks = sorted({block for pair in self.pairs for block in pair})
         jacobians = torch.cat([same_token_jacobians(seen, block, [-1]) for block in blocks])  # (blocks, dim, dim)

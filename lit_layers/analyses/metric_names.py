@@ -1,4 +1,7 @@
-"""Find analyses by their names and by those of their metrics; only analyses that need no data but batches."""
+"""Find analyses by their own names or by the names of their metrics.
+
+Analyses that need other data than batches are not included.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -59,10 +62,10 @@ def metric_names() -> dict[str, str]:
 
 
 def find_analyses(names: Sequence[str]) -> dict[str, set[str] | None]:
-    """Return the analyses that the names request, each with the requested metrics, or None for all metrics.
+    """Return a dict from the name of each requested analysis to its requested metrics. None means all its metrics.
 
     Raises:
-        InputError: if there is no name, or an unknown one; the sentence suggests similar names.
+        InputError: if there is no name, or an unknown one. The message suggests similar names.
     """
     if isinstance(names, str) or not names:
         raise InputError(f"metrics: expected a list of names such as ['coupling', 'lens'], got {names!r}")

@@ -43,7 +43,8 @@ class OrderStates(Analysis):
         middles: numbers of middle blocks. None means all that are possible.
         seeds: seeds of random orders.
         loops: numbers of loops of the variant looped_parallel.
-        drop_first: how many first tokens to leave out. They are mostly attention sinks, with a norm unlike all others.
+        drop_first: number of first tokens of each prompt to leave out. They are mostly attention sinks, with a norm
+            unlike all others.
     """
 
     batches: Batches

@@ -49,7 +49,10 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over each prompt's rows, in float64 on the CPU. `n` counts the readouts, such as layers."""
+    """Sums of each score over each prompt's rows, in float64 on the CPU.
+
+    The dimensions `*n` run over the readouts, such as layers.
+    """
 
     loss: Tensor  # (*n, prompts)
     hits: Tensor  # (*n, prompts)
@@ -74,7 +77,8 @@ def rows_of(name: str, trajectory: Trajectory, batch: Batch) -> Rows:
     For other models, they are all real tokens, or the prompts if the head pools, with the batch's `labels` as targets.
 
     Raises:
-        InputError: naming the analysis `name`, if labels do not fit or the head has a single output.
+        InputError: if the labels do not fit the head, or the head has a single output. The message names the analysis
+            `name`.
     """
     mask, model = trajectory.mask, trajectory.model
     if model.predicts_next_token:
@@ -105,7 +109,7 @@ def check_head(name: str, model: LayeredModel) -> None:
     """Check that the model has a head.
 
     Raises:
-        InputError: naming the analysis and the model.
+        InputError: if it has none. The message names the analysis `name` and the model.
     """
     # The head of CLIP's text model gives a state and no logits.
     scores_texts = model.has_head and "logits" in model.family.results
@@ -113,7 +117,7 @@ def check_head(name: str, model: LayeredModel) -> None:
         raise InputError(f"{name}: {type(model.model).__name__} has no head to read its layers with")
 
 
-MAX_LOGITS = 2**23  # most logits in memory at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
+MAX_LOGITS = 2**23  # largest number of logits in memory at a time: 32 MB in float32, 166 tokens of GPT-2's vocabulary
 
 
 class FullModel:
@@ -161,7 +165,8 @@ def _log_softmax(logits: Tensor) -> Tensor:
 class ReadoutAnalysis(Analysis):
     """Scores of several readouts of the same tokens.
 
-    The model runs in its own precision, because rounding changes the scores much less than moving a block does.
+    The model runs in its own precision, because rounding changes the scores much less than what is compared, such as
+    another order of the blocks.
 
     Args:
         batches: the data to measure on.
@@ -286,7 +291,7 @@ def _perplexity(loss: Record) -> Record:
 
 @dataclass(kw_only=True)
 class Interventions(ReadoutAnalysis):
-    """Layers as painters: loss, accuracy and divergence of a model whose blocks run in other orders.
+    """Loss, accuracy and divergence of a model whose blocks run in other orders.
 
     A model that predicts the next token is scored over all predicted tokens (every real token but the first of a text).
     Per variant: `variant_loss` (nats per token), `variant_accuracy` (top-1) and `kl_to_full` = KL(full model ||

@@ -235,7 +235,7 @@ class StateMetric(Analysis):
         name: name of the analysis; by default that of the function.
         options: keyword arguments of the function; they become tags. A function with the argument `undefined`, such as
             those of `lit_layers.functional`, is called with `undefined="nan"`.
-        drop_first: how many first tokens to leave out.
+        drop_first: number of first tokens of each prompt to leave out.
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
             every layer.
     """
@@ -255,7 +255,10 @@ class StateMetric(Analysis):
         return getattr(self.metric, "__name__", "")
 
     def config(self) -> dict[str, Any]:
-        """Return the options and, for a user's function, a hash of its source: changed code is another metric."""
+        """Return the options and, for a user's function, a hash of its source.
+
+        Results of an earlier version of the function are therefore not taken for results of the current one.
+        """
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
         whole["init_args"]["metric"] = f"{module}.{self.metric_name}"
@@ -280,7 +283,7 @@ class StateMetric(Analysis):
         return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
 
     def tags(self) -> dict[str, str | int | float]:
-        """Return tags for the function's options, and for options that differ from their defaults."""
+        """Return tags for all `options`, and for `states` and `drop_first` if they differ from their defaults."""
         tags = {name: int(value) if isinstance(value, bool) else value for name, value in self.options.items()}
         return tags | self.tags_of("states", "drop_first")
 
@@ -355,7 +358,8 @@ class StateGeometry(Analysis):
         batches: the data to measure on.
         num_tokens: evenly spread tokens per prompt in the set of all prompts; 1 takes the last token. All layers are
             held in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
-        drop_first: how many first tokens, mostly sinks, to leave out of everything but `massive_activation`.
+        drop_first: number of first tokens of each prompt, mostly attention sinks, to leave out of everything except
+            `massive_activation`.
         first_rank, last_rank: range of eigenvalues to which `alpha_req` is fitted.
         num_halves: number of halves for intervals. With 0, there are no intervals.
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
@@ -438,7 +442,7 @@ class StateGeometry(Analysis):
 def _set_values(points: Tensor, choices: list[Tensor], fit_range: tuple[int, int]) -> dict[str, Tensor]:
     """Return the values (choices,) of each metric at one layer, for several subsets of its points.
 
-    `choices` are the indices of the points of each subset. The random baselines have only the value of the first one.
+    `choices` are the indices of the points of each subset. The random baselines are computed for the first subset only.
     """
     computed_in, points = points.dtype, points.double()
     sets = [points[rows] for rows in choices]
@@ -531,8 +535,8 @@ class LayerSimilarity(Analysis):
         batches: the data to measure on.
         num_tokens: evenly spread tokens per prompt for `layer_cka`. Their states at all layers are held in memory: 128
             prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
-        drop_first: how many first tokens to leave out. They are mostly attention sinks, whose norm dominates
-            `layer_cka` and the mode "flattened".
+        drop_first: number of first tokens of each prompt to leave out. They are mostly attention sinks, whose norm
+            dominates `layer_cka` and the mode "flattened".
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
             every layer.
     """

@@ -25,10 +25,10 @@ def measure_speed(
 
     The first variant is the full model, which runs unchanged.
 
-    In each round every variant runs the first row of the batch, then the whole batch. Each round begins with another
-    variant, so that other load on the machine affects all variants equally. Changing the order is not timed. Memory is
-    the peak that torch's allocators held during one pass over the batch. Torch's profiler reports it, on a CPU and on a
-    GPU.
+    In each round every variant runs the first row of the batch, then the whole batch. The first variant of a round
+    changes from round to round, so that other load on the machine affects all variants equally. The time for changing
+    the order of the blocks is not counted. Memory is the peak that torch's allocators held during one pass over the
+    batch. Torch's profiler reports it, on a CPU and on a GPU.
     """
     view = LayeredModel(model)
     view.refuse_reordered()
@@ -71,7 +71,7 @@ def measure_speed(
 
 
 def weight_bytes(blocks: Sequence[nn.Module], schedule: Schedule) -> int:
-    """Return the bytes of the parameters of the scheduled blocks, without embedding and head."""
+    """Return the bytes of the parameters of the blocks that run, each counted once, without embedding and head."""
     used = {i for step in schedule for i in members(step)}
     parameters = {id(each): each for i in used for each in blocks[i - 1].parameters()}
     return sum(each.numel() * each.element_size() for each in parameters.values())

@@ -145,7 +145,7 @@ def nan_record(metric: str, *, tags: Tags | None = None) -> Record:
 
 
 def require_values(name: str, records: Iterable[Record]) -> list[Record]:
-    """Return the records as a list, if one of them has a value.
+    """Return the records as a list if at least one has a value other than NaN.
 
     Raises:
         ValueError: if every value is NaN.

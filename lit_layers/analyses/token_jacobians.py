@@ -177,7 +177,7 @@ class TokenCoupling(Analysis):
         self, seen: Trajectory, positions: list[int], counts: list[int], pairs: list[tuple[int, int]]
     ) -> Values:
         model, context = seen.model, set(self.tables) != {"token"}
-        most = min(counts[-1] + 1, model.dim)  # one direction more than K, which min_gap needs
+        most = min(counts[-1] + 1, model.dim)  # one direction more than the largest K, which min_gap needs
         last_use = {layer: i for i, pair in enumerate(pairs) for layer in pair}
         blocks: dict[int, _Layer] = {}
         gaps: dict[int, dict[str, Tensor]] = {}
@@ -185,7 +185,7 @@ class TokenCoupling(Analysis):
         for i, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.read(seen, each, positions, most, context=context)
-            if other not in gaps:  # only the directions of the bases can be tied
+            if other not in gaps:  # only needed for the block that gives the bases
                 gaps[other] = blocks[other].gaps(counts)
             for table in self.tables:
                 three, num_undefined = self._coupling_table(blocks[layer], blocks[other], table, counts)
@@ -309,10 +309,10 @@ class _Layer(NamedTuple):
         return {"gaps": gaps, "undefined": self.undefined.cpu()}
 
 
-# The smallest distance in each group of distances. Each distance below 8 is a group; above, there are two groups per
-# octave.
+# The smallest distance in each group of distances. Each distance below 8 is a group of its own. From 8 on, there are
+# two groups per doubling of the distance.
 GROUPS = [*range(8), *(edge for octave in range(3, 24) for edge in (2**octave, 3 * 2 ** (octave - 1)))]
-_ENTRIES = 2**25  # most entries of Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
+_ENTRIES = 2**25  # largest number of entries of Jacobians in memory: 128 MB in float32, 56 Jacobians of width 768
 
 
 @dataclass(kw_only=True)
@@ -321,9 +321,9 @@ class CrossTokenInfluence(Analysis):
 
     The metrics are `influence_frobenius`, `influence_spectral`, `influence_participation_ratio` and
     `influence_entropy_rank`. Records with the tag `token_distance` are means over the tokens of a group within each
-    prompt, then over prompts. The tag is the smallest distance of the group. Each distance from 0 to 7 is a group,
-    followed by 8-11, 12-15, 16-23, 24-31, and so on. Records without the tag are means over all measured s < t. Ranks
-    of a zero Jacobian are undefined: they are left out and counted in the tag `num_undefined_tokens`.
+    prompt, then over prompts. The tag is the smallest distance of the group. Each distance from 0 to 7 is a group of
+    its own, followed by 8-11, 12-15, 16-23, 24-31, and so on. Records without the tag are means over all measured
+    s < t. Ranks of a zero Jacobian are undefined: they are left out and counted in the tag `num_undefined_tokens`.
 
     `num_inputs` is the largest number of input tokens per prompt, spread evenly over log(1 + distance). None means all
     tokens.
@@ -365,13 +365,16 @@ class CrossTokenInfluence(Analysis):
                 yield from summarize(f"influence_{name}", of_prompts, layer=layer, tags=tags)
 
     def _distances(self, most: int) -> list[int]:
-        """Return the measured distances in ascending order, with 0 and the largest if `num_inputs` is at least 2."""
+        """Return the distances to measure, from 0 to `most`, in ascending order.
+
+        Both 0 and `most` are among them if `num_inputs` is at least 2 or None.
+        """
         count = self.num_inputs
         if count is None or count > most:
             return list(range(most + 1))
         steps = [math.expm1(math.log1p(most) * i / max(count - 1, 1)) for i in range(count)]
         distances = [-1]
-        for i, step in enumerate(steps):  # move distances apart that round to the same number
+        for i, step in enumerate(steps):  # move apart distances that round to the same number
             distances.append(min(max(round(step), distances[-1] + 1), most - (count - 1 - i)))
         return distances[1:]
 

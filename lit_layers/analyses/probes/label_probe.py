@@ -36,11 +36,11 @@ class LabelProbe(ProbeAnalysis):
     Layer 0 under "cls" is the same vector for every image, so its probe only learns the class frequencies.
 
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows. Records tagged `reference="majority"`
-    score a prediction of the class frequencies in training, on the same rows. Records tagged `control="random_labels"`
-    come from probes fitted to permuted labels. A training row that is equal to a test row, pixel for pixel or token for
-    token, is left out; `num_duplicates` counts these. Every label of the test rows must occur in training. A layer at
-    which fewer than half of all rows have finite features has no probe. A row whose features are not finite at a layer
-    with a probe is left out at all layers and counted in `num_undefined`.
+    score a baseline on the same rows, which always predicts the class frequencies of the training rows. Records tagged
+    `control="random_labels"` come from probes fitted to permuted labels. A training row that is equal to a test row,
+    pixel for pixel or token for token, is left out; `num_duplicates` counts these. Every label of the test rows must
+    occur in training. A layer at which fewer than half of all rows have finite features has no probe. A row whose
+    features are not finite at a layer with a probe is left out at all layers and counted in `num_undefined`.
 
     Features are standardised. As in `lit_layers.functional.fit_logistic_probes`, `c` multiplies the sum of the losses,
     and a probe has converged if no entry of the gradient exceeds `tolerance` x c x rows. A layer whose probe did not
@@ -180,10 +180,10 @@ class AttentiveProbe(Analysis):
 
     The attention uses learned queries. `LabelProbe` reads one vector per row; this probe also finds information in
     tokens whose position differs between rows. Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test
-    rows, and the scores of a prediction of the class frequencies in training, on the same rows (tag
-    `reference="majority"`). Rows, duplicates and intervals are as in `LabelProbe`. The probe attends to all tokens; in
-    an image, to the class token and patches. A layer at which fewer than half of all rows have finite states has no
-    probe. A row whose states are not finite at a layer with a probe is left out at all layers and counted in
+    rows. Records tagged `reference="majority"` score a baseline on the same rows, which always predicts the class
+    frequencies of the training rows. Rows, duplicates and intervals are as in `LabelProbe`. The probe attends to all
+    tokens; in an image, to the class token and patches. A layer at which fewer than half of all rows have finite states
+    has no probe. A row whose states are not finite at a layer with a probe is left out at all layers and counted in
     `num_undefined`.
 
     The states of one layer are in memory at a time (10,000 images x 65 tokens x 192 x 4 B = 0.5 GB). Each layer costs

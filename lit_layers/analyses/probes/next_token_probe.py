@@ -124,7 +124,7 @@ def passes(rows: Rows, *, max_tokens: int, together: bool) -> Iterator[Pass]:
             )
 
 
-MAX_LOGITS = 2**28  # most logits in one forward pass: 1 GB in float32
+MAX_LOGITS = 2**28  # largest number of logits in one forward pass: 1 GB in float32
 
 
 @dataclass(kw_only=True)
@@ -146,9 +146,9 @@ class NextTokenProbe(ProbeAnalysis):
     labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the loss, none for `macro_f1`. With several positions
-    per text, whose rows are not independent, all intervals are bootstrap over texts. `n` counts rows. A layer whose
-    states are not finite for most rows has no probe. `num_undefined` counts the rows whose states are not finite at a
-    layer with a probe; all rows of their texts are left out. A layer whose probe did not converge has the tag
+    per text, the rows are not independent, so all intervals are then bootstrapped over texts. `n` counts rows. A layer
+    whose states are not finite for most rows has no probe. `num_undefined` counts the rows whose states are not finite
+    at a layer with a probe; all rows of their texts are left out. A layer whose probe did not converge has the tag
     `num_not_converged`.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 2. Its settings are unpublished; the

@@ -21,7 +21,7 @@ from lit_layers.models.build import true_vocab_size
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, final_norm, states_of_layers
 from lit_layers.records import Record
 
-MAX_BYTES = 8 * 10**9  # most bytes of states in memory: 78,000 rows of 25 layers of width 1,024 in float32
+MAX_BYTES = 8 * 10**9  # limit for bytes of states in memory: 78,000 rows of 25 layers of width 1,024 in float32
 EPS = 1e-5  # the eps to use if a norm has no attribute for it; the code of OlmoLayerNorm contains this value
 
 
@@ -37,14 +37,15 @@ class NextTokenResidual(Analysis):
     - `held_out`, the residual of a fit on the share `split` of the texts, scored on the other texts;
     - `rank`, the rank of the matrix of features.
 
-    Records tagged `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`, which removes their
-    order, roughly that of frequency. Compare values only at equal numbers of rows and widths, or use `adjusted`.
+    Records tagged `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`. In most vocabularies
+    ids are roughly ordered by frequency, and the permutation removes this order. Compare values only at equal numbers
+    of rows and widths, or use `adjusted`.
 
-    Without a layer, over layers 1..L: `residual_ratio`, the rho of `exponential_law` fitted to prediction_residual (if
-    it is below 1, the residual shrinks by this factor per block), and `r_squared` and `pearson` of this fit. A model of
-    fewer than 3 blocks, or with a residual of 0 at a layer, has no record of these three. If most texts have non-finite
-    states at a layer, that layer has no records, and the three values are NaN. A text with a non-finite state at any of
-    the remaining layers is left out at all layers and counted in `num_undefined`.
+    Records without a layer describe `exponential_law`, fitted to prediction_residual over layers 1..L. `residual_ratio`
+    is its rho: if it is below 1, the residual shrinks by this factor per block. `r_squared` and `pearson` tell how well
+    the law fits. A model of fewer than 3 blocks, or with a residual of 0 at a layer, has no record of these three. If
+    most texts have non-finite states at a layer, that layer has no records, and the three values are NaN. A text with a
+    non-finite state at any of the remaining layers is left out at all layers and counted in `num_undefined`.
 
     Intervals and stderr of prediction_residual, adjusted and residual_ratio come from the spread over `num_halves`
     random halves of the texts, centred on the value (delete-half jackknife). Resampling with replacement would repeat
@@ -72,7 +73,7 @@ class NextTokenResidual(Analysis):
         self._check_rows(model, self._rows())
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        """Return the texts to read.
+        """Return the texts on which the model runs.
 
         The dict is empty if the states are too large to send between ranks. `jobs` then runs the model itself.
         """
@@ -120,7 +121,7 @@ class NextTokenResidual(Analysis):
         return Jobs([partial(fit_layer, layer) for layer in layers.nonzero()[:, 0].tolist()], records)
 
     def _comparable(self, states: Tensor, rows: "_Rows") -> tuple[Tensor, Tensor, TagDict]:
-        """Return masks of the layers (layers + 1,) and rows (rows,) to use, and a tag that counts the other texts.
+        """Return masks of the layers (layers + 1,) and rows (rows,) to use, and a tag that counts texts left out.
 
         All states of a used row's text are finite at every used layer.
         """

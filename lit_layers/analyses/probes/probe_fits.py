@@ -1,4 +1,4 @@
-"""Fitting linear probes of layers, in jobs per layer, and scoring them."""
+"""Fitting and scoring linear probes, with one job per layer."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.records import Record
 from lit_layers.tasks.text_features import permuted
 
-MAX_SENT = 1e9  # most bytes of states that ranks may send: 25,000 rows of all layers of GPT-2 small
+MAX_SENT = 1e9  # largest number of bytes of states that ranks may send: 25,000 rows of all layers of GPT-2 small
 
 
 def vector_bytes(model: LayeredModel, rows: int) -> int:
@@ -28,7 +28,7 @@ def vector_bytes(model: LayeredModel, rows: int) -> int:
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
 
-# "logistic" finds the optimum at the option `c`. "watch" comes near the best c of each layer (`fit_watching_probes`).
+# "logistic" finds the optimum at the option `c`. "watch" tunes the penalty of each layer (`fit_watching_probes`).
 Estimator = Literal["logistic", "watch"]
 
 
@@ -80,8 +80,9 @@ def fit_layer(
 class ProbeAnalysis(Analysis):
     """Linear probes of every layer.
 
-    `estimator`: "logistic" finds the optimum at `c`; "watch" comes near the best c of each layer for a fraction of the
-    work.
+    With `estimator="logistic"`, the probes are the optimum at the option `c`. With "watch", `c` is not
+    used. The penalty of each layer's logistic probe is tuned on held-out rows, and a few steps come near the optimum
+    (`fit_watching_probes`). This takes a fraction of the work.
     """
 
     LEAST: ClassVar = {"tolerance": 1e-12, "max_iterations": 1}

@@ -1,4 +1,4 @@
-"""Linear probes of each layer on a downstream task, with all of its training texts or fewer."""
+"""Linear probes of each layer on a downstream task, fitted to all of its training texts or to a part of them."""
 
 import math
 from collections import defaultdict
@@ -62,7 +62,7 @@ class TaskTexts:
         c, tolerance, max_iterations: options of `fit_logistic_probes`.
         penalty: option of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: seed of all random draws.
-        estimator: "logistic", or "watch", which comes near the best c of each layer in a fraction of the work
+        estimator: "logistic", or "watch", which tunes the penalty of each layer and takes a fraction of the work
             (`fit_watching_probes`). With "watch", a regression has the penalty that is best in leave-one-out, and `c`,
             `penalty`, `tolerance` and `max_iterations` are not used.
     """
@@ -272,10 +272,11 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
     Per layer and size (tag `train_rows`): the mean over seeds of `accuracy` and `log_loss`, or of `mean_squared_error`.
     Student's 95% interval is over seeds, which `n` counts. The full set is the same for every seed and is fitted once.
     The tag `num_classes_seen` is the smallest number of classes in a subset. A test row of another class counts as an
-    error and is left out of the log-loss. `c` multiplies a sum and is the same for all sizes, so regularisation weakens
-    as rows are added.
+    error and is left out of the log-loss. `c` multiplies the sum of the rows' losses and is the same for all sizes, so
+    regularisation weakens as rows are added.
 
-    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), whose sizes are unpublished. These are ours.
+    Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6). Its sizes are unpublished; the sizes here are
+    ours.
 
     Args:
         task, tokenizer, corpus, folder, pooling, max_tokens, c, penalty, tolerance, max_iterations, estimator: as for
@@ -343,7 +344,7 @@ class SampleSizeSweep(TaskTexts, ProbeAnalysis):
 
 
 def sizes(num_rows: int) -> list[int]:
-    """Return those of n/32, n/16, ..., n, rounded down, that are at least 2, without repetition."""
+    """Return n/32, n/16, ..., n for n = `num_rows`, rounded down, without repetition and without values below 2."""
     return sorted({max(2, int(num_rows * share)) for share in SHARES if num_rows * share >= 2} | {num_rows})
 
 
