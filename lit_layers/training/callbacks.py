@@ -46,7 +46,7 @@ class _Scheduled(L.Callback):
 
     The first rank locks the run's folder (`root`) for writing during training, if its process does not hold the lock
     already (`lit-layers fit` does). If several such callbacks write to one folder, the first of them starts a new run
-    in the folder before the first step, or resumes the run in it. It refuses a folder that holds another training.
+    in the folder before the first step, or resumes the run in it. It refuses a folder that holds another training run.
     """
 
     def __init__(self, steps: Steps, root: str | Path, model: str | None) -> None:
@@ -227,8 +227,9 @@ class EmergenceCallback(_Scheduled):
         analyses: the analyses to run; their names must be unique.
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
-        if_exists: what to do if root already holds a run, as in `lit_layers.watch`. "resume" also continues from a
-            Trainer checkpoint of a step without measurements, if this training saved it.
+        if_exists: what to do if root already holds a run, as in `lit_layers.watch`, with the step of the Trainer
+            checkpoint in place of `first_step`. "resume" also continues from a checkpoint of a step without
+            measurements, if the run in root saved it.
         run: the run's name in the records. With None, it is the folder's name.
         tokens_per_step: tokens per optimizer step, from which the number of tokens up to each step is recorded. With
             None, the value of the data module is used, if it has one.
@@ -274,8 +275,8 @@ class EmergenceCallback(_Scheduled):
             self.measurer.check(network)
         except InputError as error:
             names = [name for name, _ in pl_module.named_children()]
-            # Name a submodule that may be the network, unless the error does so already, as it does if the module
-            # contains models of transformers or timm.
+            # Suggest a submodule that may be the network. If the module contains transformers or timm models, the error
+            # already names them.
             if network is pl_module and names and not known_inside(pl_module):
                 raise InputError(f"{error}; if the network is a part of it, name that: model={names[0]!r}") from error
             raise

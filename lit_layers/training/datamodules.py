@@ -301,7 +301,7 @@ class LitImageData(LitStepData):
         return {"pixel_values": images, "labels": batch["labels"]}
 
     def _transform(self) -> Any:
-        """Return the augmentation of one image, or None if small images are only normalised."""
+        """Return the augmentation of one image; None if the images are small and no augmentation is on."""
         images = self.source.train
         is_small = isinstance(images, SmallPictures)
         if is_small and not (self.crop_padding or self.flip or self.rand_augment or self.erasing):
@@ -345,7 +345,7 @@ class _SampleIds(StepSampler):
 
 
 class TrainingImages(Dataset):
-    """Training images, loaded and augmented by micro-batch."""
+    """Training images, loaded and augmented one micro-batch at a time."""
 
     def __init__(
         self,

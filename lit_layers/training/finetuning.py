@@ -158,7 +158,7 @@ class TrainedVariants(Analysis):
         root: the folder for the result of each variant; a variant with a result is not trained again.
         tokenizer: a local path or a name on the Hub.
         variants, middles, seeds, loops, custom: options that select the variants; the full model is always included.
-        tell: callback that receives a message about each training.
+        tell: callback that receives a message about each training run.
     """
 
     PRECISION = "own"
@@ -191,7 +191,7 @@ class TrainedVariants(Analysis):
         return variants_of(self, model)
 
     def compute(self, model: LayeredModel) -> Iterator[Record]:
-        """Yield the records of each variant, then the means over random orders with different seeds."""
+        """Yield the records of each order of the blocks, then their means over random orders with different seeds."""
         records: list[Record] = []
         try:
             for results in self.train_all(model):

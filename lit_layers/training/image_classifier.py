@@ -18,7 +18,7 @@ from lit_layers.training.losses import WeightedMean
 from lit_layers.training.modules import LitModule, warmup_cosine
 from lit_layers.training.trainer import RANGES
 
-# Arguments of timm that `config` may not contain: options of the module or the data set them.
+# Arguments of timm that `config` may not contain. They are set by options of the module or of the data module.
 _MODULE_KEYS, _DATA_KEYS = {"patch_size", "drop_path_rate"}, {"img_size", "num_classes"}
 
 

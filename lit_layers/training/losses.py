@@ -36,8 +36,8 @@ def next_token_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
 
 def _mask_padding(rows: Tensor, vocab_size: int) -> Tensor:
     """Return the logits in float32, with -inf in padding columns."""
-    # Keep the padding columns: a slice without them would be three times slower, as kernels cannot read rows of odd
-    # length (50,257) in vectors.
+    # Keep the padding columns. A slice without them would be three times slower, because kernels cannot use vector
+    # loads for rows of odd length (50,257).
     real = torch.arange(rows.shape[1], device=rows.device) < vocab_size
     return torch.where(real, rows.float(), -torch.inf)
 

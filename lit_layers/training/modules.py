@@ -287,7 +287,7 @@ class LitModule(L.LightningModule, ABC):
 
 
 class LitCausalLM(LitModule):
-    """A training module for Hugging Face causal language models. The model of transformers is at `.model`.
+    """A training module for Hugging Face causal language models. The transformers model is at `.model`.
 
     A batch holds `input_ids` (batch, tokens), by that name or as a tensor. Each token predicts the next one, and there
     is no padding. `labels` (by name, or second in a pair) must equal `input_ids`. Other tensors are refused. Without
@@ -301,8 +301,8 @@ class LitCausalLM(LitModule):
             continues from its step and tokens with a new optimizer.
         config: overrides of the model's configuration, by its own field names; unknown ones are refused.
         init_seed: seed of the initial weights, independent of every other seed.
-        pad_vocab_to: number to a multiple of which the vocabulary is padded (tensor cores prefer 64); None adds no
-            padding. Padding rows never enter a loss, a measurement or a saved model.
+        pad_vocab_to: pad the vocabulary to a multiple of this number (tensor cores prefer 64). None adds no padding.
+            Padding rows never enter a loss, a measurement or a saved model.
         lr: peak learning rate.
         weight_decay: weight decay of matrices and embeddings; other parameters have none.
         betas: betas of AdamW.

@@ -1,4 +1,4 @@
-"""Resume checkpoints: written in a background thread, complete or not at all, only with finite weights."""
+"""Checkpoints to resume a run from: written in a background thread, complete or not at all, with finite weights."""
 
 import contextlib
 import copy
@@ -57,7 +57,7 @@ def refuse_diverged_losses(
         return  # go on: in float16 a loss may overflow, and the loss scaler then skips the update of its step
     for callback in cast("Any", trainer).callbacks:
         if isinstance(callback, ResumeCheckpoint):
-            callback.wait()  # for the pending checkpoint, so that the message can list it
+            callback.wait()  # finish the pending checkpoint, so that the message can list it
     raise DivergedError(_message(f"the loss of step {step} is {losses[step]}", step, root))
 
 
@@ -240,8 +240,8 @@ def _save(path: Path, content: Any) -> str:
     with open(path, "wb") as file:
         try:
             torch.save(content, file)
-        # If writing fails (such as on a full disk), torch raises a RuntimeError while it closes the archive. The error
-        # of the system is only the context of that error.
+        # If writing fails (such as on a full disk), torch raises a RuntimeError while it closes the archive. The
+        # OSError of the system is only the `__context__` of this RuntimeError.
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None

@@ -205,7 +205,8 @@ class RunLog(L.Callback, Logger):
             for number in sorted(rows):
                 tokens = self._tokens(number).get("tokens")
                 self.mirror.log_step(number, tokens, rows[number], measurements.get(number, []))
-            self.paused_seconds += time.perf_counter() - started  # left out of the speed: W&B pictures take seconds
+            # Leave this time out of the training speed, because drawing pictures for W&B takes seconds.
+            self.paused_seconds += time.perf_counter() - started
         if reduce:
             losses = {number: row["train/loss"] for number, row in rows.items() if "train/loss" in row}
             refuse_diverged_losses(trainer, pl_module, losses, self.file.parent)
@@ -235,9 +236,10 @@ LONG = 10.0  # seconds of measuring after which `LongMeasuring` logs, and betwee
 
 
 class LongMeasuring:
-    """A watcher that logs the name of an analysis that starts ten seconds or more after the first one of its step.
+    """A watcher that logs which analysis starts while measuring a step takes long.
 
-    It logs only on the first rank, and at most once in ten seconds.
+    It logs an analysis that starts at least ten seconds after the first analysis of the step and after the last
+    message. Only the first rank logs.
     """
 
     def __init__(self) -> None:
