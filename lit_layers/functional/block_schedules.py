@@ -150,7 +150,7 @@ def members(step: Step) -> tuple[int, ...]:
 
 
 def parse_schedule(text: str, num_blocks: int) -> Schedule:
-    """Return the schedule that is written as a text such as `1 2 (3,4,5) (3,4,5) 6`.
+    """Return the schedule that a text such as `1 2 (3,4,5) (3,4,5) 6` describes.
 
     Raises:
         ValueError: an empty text, a text of another form, or a schedule that `checked` refuses.
@@ -210,7 +210,7 @@ class Variant:
     schedule: Schedule
     middle: int | None = None  # the number of blocks in the middle
     loops: int | None = None  # for looped_parallel
-    seed: int | None = None  # for random
+    seed: int | None = None  # for random: the seed of the order of the middle blocks
     block: int | None = None  # for skip_one and repeat_one; for switch, the first of the two blocks
 
     @property

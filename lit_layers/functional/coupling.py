@@ -170,7 +170,7 @@ def min_gap(values: Float[Tensor, "*n count"], *, k: int) -> Float[Tensor, "*n"]
     0 means a tie. Below 1e-4 the singular bases are poorly determined, and so is `miscoupling`. The value after the
     last one in `values` is taken as 0, so pass at least k + 1 values, or all of them.
     """
-    # The K leading vectors need a gap to the vector after them, so the difference of values K and K + 1 also counts.
+    # The K leading vectors are well defined only if values K and K + 1 differ, so this difference also counts.
     padded = torch.nn.functional.pad(values, (0, 1))
     gaps = (padded[..., :k] - padded[..., 1 : k + 1]).amin(-1)
     largest = values[..., 0]
@@ -218,8 +218,8 @@ def random_miscoupling_from_norms(
     values, frobenius = values.double(), frobenius.double()
     # |A - diag(s)|^2 = |s|^2 - 2 sum_i s_i A_ii + |A|^2. In bases that are independent of J1, each entry of
     # A = U' J1 V has mean 0 and variance (|J1|_F / dim)^2. The middle term therefore vanishes on average, and |A|^2
-    # is K^2 times this variance: E m^2 = (|s|^2 + (K / dim)^2 |J1|_F^2) / |s|_p^2. The absolute value of a normal
-    # entry has the mean sqrt(2 / pi) |J1|_F / dim instead of 0, so that the middle term stays.
+    # is K^2 times this variance: E m^2 = (|s|^2 + (K / dim)^2 |J1|_F^2) / |s|_p^2. With `sign="absolute"`, |A_ii|
+    # replaces A_ii. Its mean for normal entries is sqrt(2 / pi) |J1|_F / dim instead of 0, so the middle term stays.
     share = values.shape[-1] / dim
     square = values.square().sum(-1) + (share * frobenius) ** 2
     if sign == "absolute":

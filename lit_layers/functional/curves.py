@@ -159,7 +159,7 @@ def chosen_layers(values: Float[Tensor, "*n layers"], rule: str, tolerance: floa
         return _first(values >= (1 - tolerance) * last - slack)
     if rule == "plateau":
         rises = values.diff() > tolerance + slack
-        # Mark the layers after which the curve still rises from some layer to the next.
+        # Mark each layer after which the curve still rises somewhere.
         later = torch.nn.functional.pad(rises.flip(-1).cummax(-1).values.flip(-1), (0, 1))
         return _first(~later)
     start, depth = values[..., :1], torch.linspace(0, 1, values.shape[-1], dtype=values.dtype)

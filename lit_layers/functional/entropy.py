@@ -174,8 +174,8 @@ def matrix_entropy(
 def dataset_entropy(pooled: Float[Tensor, "*n prompts dim"], **options: Any) -> PerSet:
     """Return the `matrix_entropy` of pooled vectors, one for each prompt; `options` are passed on to it.
 
-    It grows with the number of prompts, so compare only sets of equally many prompts. The code of Skean et al. centres
-    tokens within each prompt, scales them to norm 1 and pools them. It uses the options `clamp` and `side="smaller"`.
+    It grows with the number of prompts, so compare only sets of equally many prompts. To follow the code of Skean et
+    al., pool the tokens by `pool(..., pooling="centered_unit_mean")`, then pass `clamp=True` and `side="smaller"`.
 
     Source: Skean et al., arXiv 2502.02013, section 3.3.1.
     """
@@ -271,10 +271,10 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
-    """Return the rows of each set as its entropy needs them, their number, and the sets without a value.
+    """Return the prepared rows of each set, the number of rows per set, and the sets without a value.
 
-    The rows are the real ones, centred and scaled as the options say, with zeros after them. The last result maps each
-    reason why a set has no value to a boolean mask of the sets that it applies to.
+    The rows that `mask` and `drop_first` keep come first, centred and scaled as the options say. Zeros fill the other
+    rows. The last result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
     """
     rows, real = real_rows(widened(rows), mask, drop_first)
     num_rows = real.sum(-1)
@@ -362,7 +362,7 @@ def dime(
 
     `permutations` is the number of permutations drawn with `seed`, or a tensor with one permutation per row. If there
     are more prompts than dimensions, `side="smaller"` takes the dim x dim matrices and permutes features, which is
-    another quantity. `alpha2` and `normalization` are those of `matrix_entropy`.
+    a different quantity. `alpha2` and `normalization` are those of `matrix_entropy`.
 
     Source: Skean et al. 2023 (DiME). The code of Skean et al. 2025 uses `unit=False`, `side="smaller"` and no seed.
 
@@ -457,9 +457,10 @@ def lidar(
 ) -> PerSet:
     """Return the entropy of the scatter between prompts, measured in units of the scatter between views of a prompt.
 
-    Let B be the scatter of the prompts' means and W the scatter within prompts plus delta I. The value is S_alpha of
-    the eigenvalues of W^(-1/2) B W^(-1/2), divided by their sum. Range [0, log min(N - 1, dim)]. "rank" is the
-    exponential of their Shannon entropy, with `eps` added to each of the dim shares, which are not normalised again.
+    Let B be the scatter of the prompts' means and W the scatter within prompts plus delta I. The shares are the dim
+    eigenvalues of W^(-1/2) B W^(-1/2), divided by their sum. The value is the Renyi entropy S_alpha of the shares.
+    Range [0, log min(N - 1, dim)] for N prompts. With `output="rank"` the value is the exponential of the Shannon
+    entropy instead, after `eps` is added to each share. The shares are not normalised again.
 
     Without scatter within prompts, the value is `matrix_entropy` of the means with `center`, for any delta. With delta
     0 it is unchanged by any invertible linear map of the features. With delta > 0 it is unchanged by rotation,

@@ -175,7 +175,7 @@ class ConceptAlignment:
 
     @property
     def gram(self) -> Float[Tensor, "*layers pairs pairs"]:
-        """Cosines <u_i, u_j> of all pairs."""
+        """Cosines between the differences of every two word pairs."""
         return self.directions @ self.directions.mT
 
     @property
@@ -273,7 +273,7 @@ def _leave_one_out(deltas: Points, directions: Points) -> tuple[Tensor, Tensor]:
 def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
     """Yield permutations without a fixed point, all equally probable.
 
-    About one in e of all permutations has no fixed point, so drawing until one appears is fast.
+    About 1/e of all permutations have no fixed point, so drawing until one appears is fast.
     """
     generator = torch.Generator().manual_seed(seed)
     stay = torch.arange(size)

@@ -78,15 +78,19 @@ def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size
 # Squaring halves the digits: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap, with s_1
 # the largest singular value. That is accurate enough unless the singular value s is tiny. The code does not rely on
 # this estimate: it measures the errors on J itself.
-MIN_DIM = 64  # narrower matrices get a full decomposition, which takes the same time
-# Up to the width NARROW, a full decomposition takes only twice the time. It replaces results whose bound exceeds TIGHT.
+MIN_DIM = 64  # narrower matrices get a full decomposition, which is as fast for them
+# For matrices up to the width NARROW, a full decomposition takes only twice the time of leading eigenvectors. It
+# therefore replaces all results whose error bound exceeds TIGHT.
 NARROW = 256
 TIGHT = 1e-6
 EPS = torch.finfo(torch.float64).eps
 
 
 class Factors(NamedTuple):
-    """Leading singular triples (*n): `left` and `right` (.., dim, count), `values` (.., count) descending.
+    """Leading singular triples of matrices (.., dim, dim).
+
+    `left` and `right` (.., dim, count) are the singular vectors, `values` (.., count) the singular values, the largest
+    first.
 
     `bounds` (.., count) bound the error of `miscoupling(j1, j2, k=K, p=2)` for K = 1, 2, .. count, where `j2` is the
     decomposed matrix and `j1` any matrix. The error is the difference from the value with exact singular vectors. The

@@ -26,7 +26,7 @@ PerSet = Float[Tensor, "*n"]
 
 MIN_RANKS = 3  # fewest eigenvalues to which `alpha_req` fits a slope
 _EPS = torch.finfo(torch.float64).eps
-# Rounding error of a distance of two points, relative to the norms of the points. The distance is the root of a
+# Rounding error of the distance between two points, relative to the norms of the points. The distance is the root of a
 # difference of squares, so it has only half the digits.
 _DIST_EPS = 8 * _EPS**0.5
 
@@ -153,11 +153,12 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points, d being the distance of their directions.
+    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points.
 
-    Range [-8, 0]: 0 if all directions are the same, -8 for two opposite directions. The value is lower if directions
-    fill the sphere more evenly. For independent uniform directions it tends to -4 as the dimension grows. Unchanged by
-    rotation and by positive scaling of single points.
+    d is the distance between the directions of the two points. Range [-8, 0]: 0 if all directions are the same, -8 for
+    two opposite directions. The value is lower if directions fill the sphere more evenly. For independent uniform
+    directions it tends to -4 as the dimension grows. Unchanged by rotation, and by positive scaling of each point by
+    its own factor.
 
     Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
 
@@ -204,7 +205,8 @@ def massive_activation(
     median.
 
     Raises:
-        ValueError: no real token, a median of 0, values that are not finite (NaN instead with `undefined="nan"`).
+        ValueError: a mask that keeps no token, a median of 0, values that are not finite (NaN instead with
+            `undefined="nan"`).
     """
     rows, real = real_rows(widened(tokens), mask)
     broken = not_finite(rows)

@@ -26,8 +26,8 @@ def line_shape_score(states: States, *, undefined: Undefined = "raise") -> PerTo
 
     `LSS = L / |u^1 + ... + u^L|` with the unit steps `u^l = (x^l - x^(l-1)) / |x^l - x^(l-1)|`. Range [1, inf]: 1 if
     and only if all steps have the same direction, inf if the unit steps cancel. It is sqrt(L) for orthogonal steps, and
-    about sqrt(L) for random steps in high dimension. Unchanged by rotation, translation and positive scaling, also of
-    single steps. Unchanged by reordering the steps and by reversing the path.
+    about sqrt(L) for random steps in high dimension. Unchanged by rotation and translation, and by positive scaling,
+    even if each step has its own factor. Unchanged by reordering the steps and by reversing the path.
 
     Source: Gai & Zhang 2021, arXiv 2102.09235; Aubry et al., arXiv 2407.07810, section 3.2.
 
@@ -203,7 +203,7 @@ def _deviation(values: Tensor) -> PerToken:
     return (values - values.mean(0)).square().mean(0).sqrt()
 
 
-# The paths of tokens through the layers, projected to the plane of largest variance of the last layer.
+# The paths of tokens through the layers, projected onto the plane of largest variance of the last layer.
 
 
 class PrincipalPaths(NamedTuple):
@@ -218,7 +218,7 @@ def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Un
 
     Mean and axes are those of the last layer's tokens. The sign of each axis is chosen so that its entry of largest
     magnitude is positive. Unchanged by a translation of all states, and by rotation except for the signs of the axes.
-    Scaling scales the coordinates. States outside the plane are projected to it.
+    Scaling scales the coordinates. States outside the plane are projected onto it.
 
     Source: Aubry et al., arXiv 2407.07810, whose axes have no fixed sign.
 

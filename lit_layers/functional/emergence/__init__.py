@@ -1,1 +1,1 @@
-"""Emergence of a curve over training steps: whether and when, from samples of the posterior given its values."""
+"""Whether and when a curve over training steps emerges, from random curves drawn given its noisy values."""

@@ -22,14 +22,17 @@ Array = NDArray[np.floating[Any]]
 # Limits of the number of checkpoints with a value. Memory grows with the square of this number: 1,000 checkpoints take
 # a minute and 5 GB, 10,000 would take hours and 500 GB.
 FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
-EDGE = 0.1  # share of the whole change at which a curve has left its first level, or has reached its last level
+# A curve has left its first level once it differs from this level by the share EDGE of its largest change. It has
+# reached its last level once it stays within the same distance of the last level.
+EDGE = 0.1
 GRID = 300  # largest number of points of a curve drawn at random, with at least 2 per interval between checkpoints
-RETURNED = 0.25  # a curve that keeps at most this share of its largest change to the end does not emerge
+RETURNED = 0.25  # a curve that ends with at most this share of its largest change does not emerge
 # Let t be the time that a curve drawn at random takes from its half-way point to its last level. The curve has settled
 # if it stays at this level for at least SEEN t. The last level counts as not reached if more than the share OFTEN of
 # the drawn curves have not settled. The first level is judged in the same way.
 SEEN, OFTEN = 0.6, 0.1
-# A drawn curve jumps between two checkpoints if it changes at most JUMP times as much in each neighbouring interval.
+# A curve drawn at random jumps in an interval between two checkpoints if its change in each neighbouring interval is at
+# most JUMP times its change in this one.
 JUMP = 0.15
 FLAT_CURVES = 999  # number of simulated flat curves for each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
@@ -106,19 +109,19 @@ def emergence_times(
 
     **Times.** They are the times of curves drawn from Gaussian processes given the values. The kernels are Matern 3/2
     and 5/2 over a grid of length scales and heights. Zero, one or two sudden changes in level are added to a process.
-    Such a change is a sigmoid or a rise with a corner, of unknown location, height and width. Half of the weight
-    follows the evidence of all these models, half only that of models with at most one sudden change. Both use the
-    evidence to the power 0.9. With f a drawn curve, f_0 its first value, and C the largest difference of f from f_0 at
-    a checkpoint:
+    Such a change is a sigmoid or a rise with a corner, of unknown location, height and width. On average, half of the
+    curves are drawn from all these models, and half from the models with at most one sudden change. In each half, the
+    probability of a model is proportional to its evidence to the power 0.9. With f a drawn curve, f_0 its first value,
+    and C the largest difference of f from f_0 at a checkpoint:
 
     - peak: where (f - f_0) / C is largest. On a plateau that may be anywhere, which the interval shows.
     - halfway: where (f - f_0) / C last passes 1/2 before the peak.
     - onset: where (f - f_0) / C last passes 0.1 before `halfway`.
     - plateau: the time after which f stays within 0.1 |C| of its last value.
 
-    Values are medians over draws, intervals are quantiles of the draws. A draw jumps between two checkpoints if it
-    changes at most 0.15 times as much in each neighbouring interval. Its times between these checkpoints are then moved
-    to a random position between them.
+    Values are medians over draws, intervals are quantiles of the draws. A drawn curve jumps in an interval between two
+    checkpoints if its change in each neighbouring interval is at most 0.15 times its change in this one. Its times in
+    this interval are then moved to a random position between the two checkpoints.
 
     A curve changes, but does not emerge, if the median over draws of its last (f - f_0) / C is at most 1/4.
 
@@ -189,7 +192,7 @@ def emergence_times(
 class _Curve:
     """Checked values on the axis log2(1 + step), and the covariance of their errors (None if unknown).
 
-    `y` and `rows` are scaled by the same power of 2, and `covariance` is that of the scaled values.
+    The curve `y` and its replicates `rows` are scaled by the same power of 2. `covariance` is that of the scaled curve.
     """
 
     x: Array
@@ -280,9 +283,9 @@ class _Curve:
     def _rank_among(self, flat: Array, weight: Array) -> float:
         """Return the p-value of this curve among simulated flat curves, the rows of `flat`.
 
-        It is the share of all these curves, this one included, that stand out at least as much as this one. A curve
-        stands out by its best rank over several statistics. This rank is computed in the same way for every curve,
-        which makes the p-value valid although several statistics are tried.
+        It is the share of all these curves, this one included, that stand out at least as much as this one. The best
+        rank of a curve over several statistics measures how much it stands out. This rank is computed in the same way
+        for every curve, which makes the p-value valid although several statistics are tried.
         """
         statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)
@@ -409,12 +412,12 @@ def _levels(confidence: float) -> Array:
 
 
 def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
-    """Return times (draws,) of drawn curves, after moving those at which a curve jumps.
+    """Return times (draws,) of drawn curves, with each time at a jump moved to a random position within the jump.
 
-    They are moved to a random position between the two checkpoints of the jump. A curve jumps if it changes far more
-    between two checkpoints than in the neighbouring intervals. The `values` (draws, checkpoints) do not determine where
-    between the checkpoints it jumps. A drawn jump with some width never lies near one of the checkpoints, because it
-    would change the value there. Without this function, the times would therefore avoid the checkpoints.
+    A curve jumps if it changes far more between two checkpoints than in the neighbouring intervals. The `values`
+    (draws, checkpoints) do not determine where between the two checkpoints it jumps. A drawn jump with some width never
+    lies near one of the checkpoints, because it would change the value there. Without this function, the times would
+    therefore avoid the checkpoints.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
     share, found = rng.random(len(values)), []
@@ -483,8 +486,8 @@ def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> A
     w^1/2 z + (1 - w)^1/2 e. Here z are the normal scores of the estimates and e are independent normal numbers. The
     distribution of the draws stays the same.
     """
-    # Both variances come from the distance of the quantiles 0.16 and 0.84: two standard deviations of normal draws.
-    # Outliers do not change it.
+    # Both variances come from the distance between the quantiles 0.16 and 0.84. For normal draws it is two standard
+    # deviations, and outliers do not change it.
     width, moved = (np.subtract(*np.quantile(each, [0.84, 0.16])) for each in (draws, estimates))
     share = min(1.0, (moved / width) ** 2) if width > 0 else 1.0
     scores = stats.norm.ppf((stats.rankdata(estimates) - 0.5) / len(estimates))

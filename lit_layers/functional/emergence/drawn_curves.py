@@ -1,7 +1,7 @@
-"""Curves drawn given noisy values of one curve: Gaussian processes of many lengths and heights, with and without steps.
+"""Curves drawn given noisy values of one curve: Gaussian processes of many length scales, with and without steps.
 
 A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, changes within a few
-checkpoints or bends in a corner, and is flat again. One step (a sudden change in level), added to the process, models
+checkpoints or has a sharp bend, and is flat again. One step (a sudden change in level), added to the process, models
 that. Two steps model a rise and a fall. Each step is a sigmoid, or a rise that begins or ends in a corner. With only
 one step, the process would have to follow the second change, and would then also wander wherever the curve is flat.
 
@@ -31,10 +31,10 @@ Array = NDArray[np.floating[Any]]
 # Evidence and prior are raised to this power. No model is exactly right for a training curve. With the full evidence,
 # often a single model has nearly all of the weight, and its intervals are too narrow.
 TEMPER = 0.9
-# `mean_curves` leaves out Gaussian processes with at most the share RARE of the weight. It uses up to MOST_PAIRS pairs
-# of steps.
+# `mean_curves` leaves out Gaussian processes whose share of the total weight is at most RARE. It uses up to MOST_PAIRS
+# pairs of steps.
 RARE, MOST_PAIRS = 5e-3, 100
-SPLITS = 2  # rounds in which the likeliest steps are replaced by finer ones (`Steps.split`)
+SPLITS = 2  # rounds of refinement: each likely step is replaced by nine with nearby locations and widths
 # In each round, `_two_steps` pairs TRIED steps with all steps. It keeps pairs whose log-evidence is at most LIKELY
 # below that of the best pair, and at most MAX_DOUBLES pairs.
 TRIED, LIKELY, MAX_DOUBLES = 36, 10.0, 600
@@ -62,7 +62,8 @@ def _to_corner(u: Array) -> Array:
     return np.exp(np.minimum(u, 0) / 2)
 
 
-# All shapes rise from a tenth to nine tenths of their height over 2 log 9, so that `width` means the same for each.
+# All shapes rise from a tenth to nine tenths of their height while u = (x - loc) / width grows by 2 log 9. So `width`
+# means the same for each shape.
 SHAPES = (_no_step, _sigmoid, _from_corner, _to_corner)
 
 
@@ -225,7 +226,10 @@ class _Processes:
         return _Processes(kernels, *(each[chosen] for each in arrays))
 
     def batches(self, columns: int) -> Iterator[slice]:
-        """Return slices of the processes, so small that `columns` whitened columns of each fit into the CPU cache."""
+        """Return slices of the Gaussian processes, small enough for arrays of one slice to fit into the CPU cache.
+
+        Such an array has `columns` whitened columns of n values for each process of the slice.
+        """
         count, n, _ = self.whitening.shape
         size = max(1, BATCH // (n * columns))
         return (slice(start, start + size) for start in range(0, count, size))
@@ -250,7 +254,7 @@ class _Processes:
         """
         columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
-        single = not pairs.steps.shape[pairs.index[0]].any()  # the first step of each pair is "no step"
+        single = not pairs.steps.shape[pairs.index[0]].any()  # each pair has at most one step: its first is "no step"
         for rows in self.batches(max(columns.shape[1], num_pairs)):
             white, shapes = self.whiten(y[:, None], rows), self.whiten(columns, rows)
             dot, prior = (white.transpose(0, 2, 1) @ shapes)[:, 0], self.step_height[rows, None] ** -2
@@ -301,9 +305,10 @@ def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Arra
 
 
 def _gain(dot: Sequence[Array], diag: Sequence[Array], cross: Array, prior: Any) -> Array:
-    """Return twice the log-evidence that two steps add: the formula for two steps in the module docstring.
+    """Return twice the increase of the log-evidence if two steps (sudden changes of level) are added to the model.
 
-    `dot`, `diag` and `cross` are those of the formula, `prior` is the prior precision of a step's height.
+    This is the formula for two steps in the module docstring, with the `dot`, `diag` and `cross` defined there. `prior`
+    is the prior precision of a step's height.
     """
     slope, schur = _schur(diag, cross, prior)
     return (dot[1] - slope * dot[0]) ** 2 / schur - np.log(schur * (diag[0] / prior**2)) + dot[0] ** 2 / diag[0]
@@ -329,7 +334,7 @@ def draw_curves(
     weight = _weights(evidence, pairs)
     counts = rng.multinomial(draws, weight.ravel())
     owner, chosen = np.divmod(np.repeat(np.arange(counts.size), counts), weight.shape[1])
-    pairs = pairs.select(chosen)  # now one pair for each draw
+    pairs = pairs.select(chosen)  # from here on, one pair for each draw
     used, starts = np.unique(owner, return_index=True)
     slices = {row: slice(*ends) for row, ends in zip(used, itertools.pairwise([*starts, draws]), strict=True)}
     # Draw all random numbers first, process by process. The products below then handle all draws together.
@@ -358,8 +363,9 @@ def _drawn_heights(
 ) -> tuple[tuple[Array, Array], Array]:
     """Return random heights of the two steps of each drawn curve, and the whitened values minus these steps.
 
-    The heights are (draws,) each, the difference is (n, draws). `owner` is the index of each drawn curve's process.
-    `normals` (2, draws) are the standard normal numbers to use, first for the second step, then for the first step.
+    A step is a sudden change in the level of the curve. The heights are (draws,) each, the difference is (n, draws).
+    `owner` is the index of each drawn curve's process. `normals` (2, draws) are the standard normal numbers to use,
+    first for the second step, then for the first step.
     """
     columns, white, shapes = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
@@ -426,7 +432,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     weight = _weights(evidence, pairs)
     # Multiply every term by the weight of its model. The sums over models below are then weighted means.
     along *= np.tile(weight, (1, 2, 1))
-    # Directions are d / sqrt(2 diag), so 2 direction (direction'r) = d (d'r) / diag is the mean of a step given r.
+    # The sum of 2 e (e'r) over the two directions e of a pair is the mean of its steps, given the whitened values r.
     left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
     stacked = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
     heights = (to_heights @ stacked).reshape(both, sets)
@@ -530,7 +536,8 @@ def _weights(evidence: Array, pairs: Pairs) -> Array:
     """Return the weights of all models from their evidence (processes, pairs, ...).
 
     A model is a Gaussian process plus zero, one or two steps. Models with two steps must come last along the axis
-    `pairs`. Half of the weight follows the evidence of all models, half that of models with at most one step.
+    `pairs`. Half of the weight is divided among all models, the other half among the models with at most one step. Both
+    are divided in proportion to the evidence to the power `TEMPER`.
 
     Neither half alone is right for a training curve. Two steps can explain nearly all of a curve, so that the process
     has almost no variance. Such a model is too certain of the shape of the peak between its steps. With at most one

@@ -27,7 +27,7 @@ class Unsupported(Exception):
 
 
 class Alignment(NamedTuple):
-    """Moves padding of a batch from before its texts to after them, and moves the tokens of results back.
+    """Moves the padding of each text in a batch to its end, and moves the tokens of results back.
 
     In the aligned batch, padding is a copy of the text's first token. In a restored result, padding before a text has
     the value of the first token, and padding after a text has the value of the last token.
@@ -50,7 +50,7 @@ class Alignment(NamedTuple):
         return cls(torch.where(packed.values, packed.indices, first), inverse, packed.values, real)
 
     def align(self, values: Tensor) -> Tensor:
-        """Return `values` (batch, tokens, *n) with the padding moved to after the texts."""
+        """Return `values` (batch, tokens, *n) with the padding of each text moved to its end."""
         return _take_tokens(values, self.order)
 
     def restore(self, values: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def is_cache(value: Any) -> bool:
 
 
 def to_call(block: Callable[[Tensor], Tensor]) -> Call | None:
-    """Return the module of a block with the arguments of its call, as a `Call`.
+    """Return a `Call` with the module of a block and the arguments of its call.
 
     Return None if the block is not a module, or if the user has added hooks to it. A hook may depend on all tokens of
     the call, so its result could be wrong for single tokens.
@@ -222,7 +222,7 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
         return [torch.stack(grads) for grads in zip(*single, strict=True)]
 
 
-# The attention of a block, expanded around single tokens, and the attention pattern of its heads.
+# The attention of a block: its first-order expansion for single tokens, and the attention pattern of its heads.
 #
 # For one head and output token t, let the scores be s_n = c(q k_n) for the tokens n to which t can attend. The function
 # c scales, caps, and adds masks and position biases. The weights are p = softmax(s), the output is a = sum_n p_n v_n.
@@ -277,7 +277,7 @@ class Attention:
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
         p, w = self.weights(prompts, pos)
         heads = p.shape[1]
-        key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))  # (picked, heads, ..)
+        key, value = (expand_heads(states[prompts], heads) for states in (self.key, self.value))
         out = p[:, :, None] @ value  # (picked, heads, 1, head_dim)
         index = torch.arange(len(pos), device=pos.device)
         # `query_map` is M = sum_n w_n k_n (v_n - a)' of the formulas above. It has `value - out` and not `value`: the
@@ -294,10 +294,10 @@ class Attention:
 
 
 class Expansion(NamedTuple):
-    """First-order expansions of attention at `picked` query tokens; see the formulas above.
+    """First-order expansions of the attention output at some query tokens; see the formulas above.
 
-    Tensors are (picked, heads, 1, head_dim). `p` and `w`, the weights p_t and w_t of each query token for itself, are
-    (picked, heads, 1, 1).
+    In shapes, `picked` is the number of these tokens. Tensors are (picked, heads, 1, head_dim). `p` and `w`, the
+    weights p_t and w_t of each query token for itself, are (picked, heads, 1, 1).
     """
 
     out: Tensor
@@ -323,7 +323,8 @@ class Expansion(NamedTuple):
     def push_query(self, tangents: Tensor) -> Tensor:
         """Return the changes of the attention output that follow from small changes of the queries.
 
-        `tangents` (picked, heads x head_dim, num) holds `num` changes for each token; the result has the same shape.
+        `tangents` (picked, heads x head_dim, num) holds `num` changes for each of `picked` tokens. The result has the
+        same shape.
         """
         return (self.query_map.mT @ self._split_heads(tangents, self.query)).flatten(1, 2)
 
@@ -336,7 +337,11 @@ class Expansion(NamedTuple):
 
     @staticmethod
     def _split_heads(tangents: Tensor, reference: Tensor) -> Tensor:
-        """Return tangents (picked, key_heads x head_dim, num) as (picked, heads, head_dim, num)."""
+        """Return tangents split into heads, with those of each key head repeated for each of its query heads.
+
+        Each token has `num` tangents. For `picked` tokens, the shape (picked, key_heads x head_dim, num) becomes
+        (picked, heads, head_dim, num). `reference` (picked, heads, 1, head_dim) gives the sizes.
+        """
         picked, heads, _, head_dim = reference.shape
         return expand_heads(tangents.reshape(picked, -1, head_dim, tangents.shape[-1]), heads)
 
@@ -363,7 +368,7 @@ class Done(Exception):
 
 
 class _Calls(TorchFunctionMode):
-    """Passes each torch function that a block calls to `handle`, also those inside torch's attention module."""
+    """Passes each torch function that a block calls to `handle`, including those inside torch's attention module."""
 
     module_kwargs: ClassVar[dict[str, Any]] = {}  # arguments of torch's attention module to replace
 
@@ -434,7 +439,8 @@ class _Recorder(_Calls):
         slope = None
         if before.requires_grad:
             with torch.enable_grad():
-                # c acts entry by entry, so the gradient of the sum of c(scores) is c' at each entry.
+                # The function c from `scores` to `before` acts entry by entry. So the gradient of the sum of c(scores)
+                # is the derivative c' at each entry.
                 (slope,) = torch.autograd.grad(before.sum(), scores, allow_unused=True)
         if slope is None:
             raise Unsupported("its softmax does not come from the product before it")
@@ -532,14 +538,15 @@ def expect_single_tokens(output: Tensor, states: Tensor) -> None:
 
 
 def expand_heads(grouped: Tensor, heads: int) -> Tensor:
-    """Return keys or values (picked, key_heads, ..), repeated so that each of the `heads` query heads has its own."""
+    """Return keys or values (any, key_heads, ..), repeated so that each of the `heads` query heads has its own."""
     return grouped if grouped.shape[1] == heads else grouped.repeat_interleave(heads // grouped.shape[1], 1)
 
 
 def sum_heads(values: Tensor, heads: int) -> Tensor:
-    """Return values (picked, dim, heads, 1, head_dim) summed over the query heads that share one of `heads` key heads.
+    """Return the values summed over the query heads that share a key head, for `heads` key heads.
 
-    This is the transpose of `expand_heads`, for cotangents.
+    The shape (pairs, dim, query heads, 1, head_dim) becomes (pairs, dim, heads, 1, head_dim), for pairs of tokens. This
+    is the transpose of `expand_heads`.
     """
     return values if values.shape[2] == heads else values.unflatten(2, (heads, -1)).sum(3)
 

@@ -64,10 +64,11 @@ def block_jacobian(
 
     Computed in the precision of `hidden`, under any gradient mode. Parameters get no gradients, and the result has no
     graph. The fast route serves a module, or a block of a trajectory (an object with `module`, `args` and `kwargs`). It
-    calls the block on single tokens, with the attention expanded around the prompt. This is exact, and the cost does
-    not grow with the length of the prompt. The result is checked against the block's own derivative for each new layout
-    of inputs and for new weights. If the check fails, one warning is issued, and reverse mode on whole prompts computes
-    the Jacobian. For any other callable only reverse mode is used.
+    calls the block on single tokens, with its attention to the prompt replaced by a first-order expansion. The first
+    derivatives are still exact, and their cost does not grow with the length of the prompt. The result is checked
+    against the block's own derivative for each new layout of inputs and for new weights. If the check fails, one
+    warning is issued, and reverse mode on whole prompts computes the Jacobian. For any other callable only reverse mode
+    is used.
 
     Args:
         block: Maps hidden states to hidden states of the same shape. It must treat prompts independently and be in
@@ -258,7 +259,9 @@ _ROWS = 2048  # most tokens, or cotangents, in a chunk: the fastest number measu
 
 
 def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
-    """Return what `jacobians_by_reverse_mode` returns, computed by the fast route.
+    """Return the Jacobians d block(X)[out] / d X[in], (batch, out, in, dim, dim), from calls on single tokens.
+
+    In these calls, a first-order expansion around the whole prompt replaces the attention of the block.
 
     Raises:
         Unsupported: the block has no attention of a known kind, or its result for a token differs if it is called on
@@ -288,8 +291,8 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
     Compares a random combination of rows, r' J with a random vector r, for each input token. The error that rounding
-    explains is subtracted. The rest is divided by the norm of r' J, or by that without the skip connection if it is
-    smaller. Otherwise the identity in J could hide errors of a block with small derivatives.
+    explains is subtracted. The remaining error is divided by a norm of r' J: with or without the skip connection,
+    whichever is smaller. Otherwise the identity in J could hide errors of a block with small derivatives.
 
     The cost is one forward pass on the first prompt, and one backward pass each for its first and last output token.
     NaN if the block's own derivative is not finite.
@@ -308,8 +311,8 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
             exact, probe = exact[0, ins[0, item]].double(), probe.double()  # (in, dim), (dim,)
             if not bool(exact.isfinite().all()):
                 return math.nan
-            # I + J can hide an error of a small J, which is small relative to |probe' (I + J)|. So the error is divided
-            # by the smaller of this norm and |probe' J|, after the part that rounding of I + J explains is subtracted.
+            # An error of a small J is small relative to |probe' (I + J)| and would go unnoticed. So the error is
+            # divided by the smaller of |probe' (I + J)| and |probe' J|, without the part that rounding explains.
             skip = (outs[0, item] == ins[0, item])[:, None] * probe
             size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
             rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
@@ -320,9 +323,9 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (picked, dim, dim) of output tokens with respect to the input tokens at their positions.
+    """Return the Jacobians (pairs, dim, dim) of output tokens with respect to the input tokens at their positions.
 
-    `pairs` (3, picked) has a prompt, an output position and an equal input position in each column.
+    `pairs` (3, pairs) has a prompt, an output position and an equal input position in each column.
     """
     return _cut_block(call, attention, hidden, *pairs[:2]).jacobians()
 
@@ -333,9 +336,9 @@ def _cut_block(call: Call, attention: Attention, hidden: Tensor, prompts: Tensor
 
 
 def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (picked, dim, dim) of output tokens with respect to input tokens at other positions.
+    """Return the Jacobians (pairs, dim, dim) of output tokens with respect to input tokens at other positions.
 
-    `pairs` (3, picked) has a prompt, an output position and an input position in each column. The input token affects
+    `pairs` (3, pairs) has a prompt, an output position and an input position in each column. The input token affects
     the output token only through its key and its value.
     """
     prompts, outs, ins = pairs
@@ -351,11 +354,11 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
 
     p, w = (part[which] for part in attention.weights(tokens[0], tokens[1]))
     index = torch.arange(len(ins), device=ins.device)
-    p, w = (part[index, :, ins][:, None, :, None, None] for part in (p, w))  # (picked, 1, heads, 1, 1)
+    p, w = (part[index, :, ins][:, None, :, None, None] for part in (p, w))  # (pairs, 1, heads, 1, 1)
     value = expand_heads(attention.value[prompts], heads)[index, :, ins][:, :, None]
     # Cotangents of k_s and v_s: the transposes of the two terms above, applied to the rows of `after` (d out_t / d a).
     aligned = (after * (value - expansion.out[which])[:, None]).sum(-1, keepdim=True)
-    for_key = w * aligned * expansion.query[which][:, None]  # (picked, dim, heads, 1, head_dim)
+    for_key = w * aligned * expansion.query[which][:, None]  # (pairs, dim, heads, 1, head_dim)
     for_value = p * after
 
     taken: list[Tensor] = []

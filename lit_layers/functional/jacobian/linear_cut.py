@@ -1,4 +1,4 @@
-"""Same-token Jacobians from a call of the block on single tokens that is cut at its linear maps.
+"""Same-token Jacobians: the block runs on single tokens, with its autograd graph cut at the linear maps.
 
 The outputs of all linear maps z = W u + b, and of the attention, become leaves of the graph. The operations between
 the leaves are cheap (norms, activations, rotations, sums), and the Jacobian of a linear map is its weight. Let the
@@ -46,7 +46,7 @@ _ENTRIES_ELSEWHERE = 2**27
 
 
 class Linear(NamedTuple):
-    """One linear map in a block that is called on `picked` single tokens."""
+    """One linear map in a block. The block is called on single tokens, and `picked` is their number."""
 
     input: Tensor  # (picked, .., in), computed from outputs of earlier maps, at which autograd's graph is cut
     weight: Tensor  # (out, in)
@@ -116,17 +116,18 @@ class _Replay(Replay):
 
 
 class CutBlock:
-    """A block's call on `picked` single tokens (picked, dim), cut into pieces between linear maps.
+    """A block's call on single tokens (picked, dim), with the autograd graph cut into pieces between linear maps.
 
-    The pieces between two linear maps are element-wise functions and norms, whose derivative for one token is cheap.
-    The weights of the linear maps are the same for all tokens. So d output / d input is a product of such factors. A
-    cotangent passes a linear map by one product with its weight, without autograd.
+    `picked` is the number of tokens. The pieces are element-wise functions and norms, whose derivative for one token is
+    cheap. The weights of the linear maps are the same for all tokens. So d output / d input follows from products of
+    these derivatives and weights. A cotangent passes a linear map by one product with its weight, without autograd.
 
     Leaf 0 is the input. Leaf n > 0 is the output of node n of the module docstring, which is `nodes[n - 1]`. Cotangents
     are (rows, picked, width), or (rows, 1, width) if they are the same for every token.
 
     Raises:
-        Unsupported: the block does not attend, or has a linear map over something other than single tokens.
+        Unsupported: the block computes no attention for a single token, or has a linear map over something other than
+            single tokens.
     """
 
     def __init__(self, call: Call, attention: Attention, expansion: Expansion, states: Tensor) -> None:
@@ -149,7 +150,7 @@ class CutBlock:
         """Return d block(x) / dx for each picked token x, (picked, dim, dim).
 
         Raises:
-            Unsupported: the inputs of its attention do not come from linear maps.
+            Unsupported: the queries, keys or values of the block do not come from linear maps.
         """
         with torch.enable_grad():
             joined = self._joined()
@@ -217,7 +218,8 @@ class CutBlock:
                     self._push_attention(pending, joined, grad)
                 continue
             carried = None if grad is None else (grad.flatten(0, 1) @ node.weight).unflatten(0, grad.shape[:2])
-            # G_n of a map that ends the block is diagonal, so G_n W_n is the scaled weight: no matrix product.
+            # Where only an elementwise function lies between this map and the block's output, the cotangents are
+            # diagonal. Their product with the weight is the weight with scaled rows.
             if slope is not None:
                 carried = _add(carried, _scaled(node.weight[rows][:, None], slope[..., None]))
             if carried is not None:
@@ -289,14 +291,14 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
 def _push_forward(linear: Linear, end: Tensor) -> Tensor:
     """Return the Jacobian of `end`, a query, key or value, with respect to the input of the linear map it comes from.
 
-    Shape (picked, *end, in). This is forward mode by double backward: the pull-back is linear in its cotangent, so the
-    pull-back of the pull-back carries tangents forward.
+    Shape (*end.shape, in), with `in` the width of that input. This is forward mode by double backward: the pull-back is
+    linear in its cotangent, so the pull-back of the pull-back carries tangents forward.
     """
     cotangent = torch.zeros_like(end, requires_grad=True)
     (back,) = torch.autograd.grad(end, linear.output, cotangent, create_graph=True)
     width = linear.weight.shape[1]
     tangents = linear.weight.mT[:, None].expand(-1, len(end), -1).reshape(width, *linear.output.shape)
-    (forward,) = pull_back([back], [cotangent], [tangents])  # (in, picked, heads, 1, head_dim)
+    (forward,) = pull_back([back], [cotangent], [tangents])  # (in, *end.shape)
     return forward.movedim(0, -1)
 
 

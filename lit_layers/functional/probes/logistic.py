@@ -137,7 +137,11 @@ class PrincipalRows:
             part.copy_(part @ self.axes.to(dtype))
 
     def is_solved(self, slope: Float[Tensor, "inputs classes"], *, tolerance: float) -> bool:
-        """Return whether the gradient for the features before their rotation has no entry above the tolerance."""
+        """Return whether no entry of the gradient exceeds the tolerance in magnitude.
+
+        `slope` is the gradient with respect to the weights of the rotated features and, in its last row, the biases.
+        It is compared after conversion to the weights of the features before their rotation.
+        """
         # A rotation keeps the norm, and the largest entry is at least the root mean square. If the root mean square
         # exceeds the tolerance, the gradient need not be rotated to know the answer.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
@@ -424,9 +428,10 @@ def fold_ids(num_rows: int, groups: Int[Tensor, " n"] | None = None) -> Int[Tens
 
 
 def held_out_rows(targets: Int[Tensor, " n"], folds: Int[Tensor, " n"]) -> list[Tensor]:
-    """Return the mask (n,) of each fold to hold out: only the first if it has at least 500 rows, otherwise all five.
+    """Return one mask (n,) of rows for each fold that is held out.
 
-    A row is not held out if no row of its class would remain. The list is empty if no row can be held out.
+    Only the first fold is held out if it has at least 500 rows, otherwise each of the five folds in turn. A row is not
+    held out if no row of its class would remain. The list is empty if no row can be held out.
     """
     masks = []
     for fold in range(NUM_FOLDS):
@@ -463,7 +468,7 @@ def _class_sums(inputs: Tensor, targets: Tensor, num_classes: int) -> tuple[Tens
 class _Discriminant:
     """The linear discriminant of a set of rows, which has at least one row of each class.
 
-    The symbols d_k, n_k, q_k and r are those of `fit_watching_probes`.
+    The symbols S, d_k, n_k, q_k, l and r are those of `fit_watching_probes`.
     """
 
     def __init__(self, moments: _Moments) -> None:
@@ -474,7 +479,7 @@ class _Discriminant:
         self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
-        """Return the weights (dim, classes) without shrinkage (r = 0)."""
+        """Return the weights (S + l I)^-1 d_k, (dim, classes): l is `penalty`, and d_k is not shrunk (r = 0)."""
         cov = self.within + penalty * torch.eye(len(self.within)).to(self.within)
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(cov))
 
@@ -489,7 +494,7 @@ class _Discriminant:
 
 
 class _Choice(NamedTuple):
-    """The lowest log-loss of discriminants on held-out rows, and the penalty, shrinkage and factor that give it."""
+    """The best discriminant on held-out rows: its log-loss, penalty and shrinkage, and the factor of its scores."""
 
     loss: float
     penalty: float
@@ -563,19 +568,20 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
 def best_factor(
     prior: Float[Tensor, "n classes"], scores: Float[Tensor, "n classes"], targets: Int[Tensor, " n"]
 ) -> float:
-    """Return the t with the lowest mean log-loss of softmax(prior + t scores): 0, or between 1/256 and 16 to within 7%.
+    """Return the factor t with the lowest mean log-loss of softmax(prior + t scores).
 
-    The log-loss is convex in t, but has no minimum if all rows are classified correctly. One more row is therefore
-    added. Its label is spread over the classes in proportion to their shares.
+    t is 0 or lies in [1/256, 16]. It is accurate to within 7%. The log-loss is convex in t, but has no minimum if all
+    rows are classified correctly. One more row is therefore added. Its label is spread over the classes in proportion
+    to their shares.
     """
     by_share = (prior.softmax(-1) * scores).sum(-1).mean()
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Return whether `factor` is below the minimum: there the log-loss falls as the factor grows."""
+        """Return whether the log-loss still falls as the factor grows, so that the best factor is larger."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
-    low, high = -8.0, 4.0  # log2 of the factor
+    low, high = -8.0, 4.0  # log2 of the smallest and the largest factor
     if not is_below(2**low):
         return 0.0
     for _ in range(6):

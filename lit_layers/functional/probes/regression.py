@@ -1,4 +1,4 @@
-"""Ridge regression and least squares of all layers at once, and the error of a linear map to the next token's id."""
+"""Ridge regression and least squares of all layers at once, and the error of linear predictions of next-token ids."""
 
 import math
 from collections.abc import Iterator
@@ -173,7 +173,7 @@ class PredictionResidual:
     """Results of `prediction_residual` for each set of features."""
 
     value: Float[Tensor, "*n"]
-    adjusted: Float[Tensor, "*n"]  # NaN if rank = num_rows - 1, where value is always 0
+    adjusted: Float[Tensor, "*n"]  # NaN if rank = num_rows - 1: `value` is then always 0
     held_out: Float[Tensor, "*n"] | None
     num_rows: int
     rank: Int[Tensor, "*n"]
