@@ -153,12 +153,11 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
-    """Return the logarithm of the mean of exp(-2 d^2) over pairs of points.
+    """Return the log of the mean of exp(-2 d^2) over pairs of points, with d the distance between their directions.
 
-    d is the distance between the directions of the two points. Range [-8, 0]: 0 if all directions are the same, -8 for
-    two opposite directions. The value is lower if directions fill the sphere more evenly. For independent uniform
-    directions it tends to -4 as the dimension grows. Unchanged by rotation, and by positive scaling of each point by
-    its own factor.
+    Range [-8, 0]: 0 if all directions are the same, -8 for two opposite directions. The value is lower if directions
+    fill the sphere more evenly. For independent uniform directions it tends to -4 as the dimension grows. Unchanged by
+    rotation, and by positive scaling of each point by its own factor.
 
     Source: Wang and Isola 2020, arXiv 2005.10242, section 4.1 (t = 2), over pairs of different points.
 
