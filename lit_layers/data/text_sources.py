@@ -221,7 +221,7 @@ class HubText(Source):
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 SEPARATOR = "<|endoftext|>"
-LONGEST = 2**20  # most bytes of a .txt document; a longer one is split at a line end
+LONGEST = 2**20  # maximum bytes of a .txt document; a longer document is split at a line end
 SPLIT_NAME = re.compile(
     r"(?:(?P<train>train(?:ing)?)|(?P<test>test)|(?P<validation>valid(?:ation)?|val|dev))(?![a-z])", re.IGNORECASE
 )

@@ -143,7 +143,7 @@ def save_tokenizer(loaded: TextTokenizer, folder: Path) -> None:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return a hash of everything that decides the ids of a text, as 16 hex digits.
+    """Return a hash of everything that affects the ids of a text, as 16 hex digits.
 
     Copies of a tokenizer that were saved in different ways have equal hashes.
     """

@@ -124,8 +124,8 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     The records, each with a standard error over rows except `random_score` and `failed`:
 
     - `task_score`: the accuracy; for gsm8k the share of exact matches of the text after `####`.
-    - `task_score_difference`: the score minus that of the full model, paired over rows. The full model and single seeds
-      have none.
+    - `task_score_difference`: the score minus that of the full model, paired over rows. The full model and the
+      single seeds of a random order have no such record.
     - `task_score_norm`: the accuracy by log-likelihood per character, if the task has it.
     - `task_score_flexible`: for gsm8k, the share of rows whose last number is right.
     - `task_perplexity`: the perplexity of lambada.
@@ -153,8 +153,8 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         custom: Additional schedules, written as `1 2 (3,4,5) 6`.
         limit: Score only the first `limit` rows. None means all rows.
         batch_size: Inputs per batch.
-        max_new_tokens: Most tokens to generate for a text. If None, the task's own limit applies, or else lm-eval's
-            256.
+        max_new_tokens: Maximum number of tokens to generate for a text. If None, the task's own limit applies, or else
+            lm-eval's 256.
         dtype: `bfloat16` runs matrix products and attention within blocks in bfloat16.
         tell: Callback that receives one line of progress at a time.
     """
@@ -191,7 +191,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
     def code_file(self) -> str | None:
         """Return the path of the lm-eval task file, if any.
 
-        Such a file can run code: its templates, and Python files next to it.
+        Such a file can run code, in its templates and in Python files next to it.
         """
         return self.task if self.task.endswith(".yaml") else None
 
@@ -206,7 +206,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         self.data_hash()
 
     def config(self) -> dict[str, Any]:
-        """Return all options that decide the scores, with the version of lm-eval and a hash of the task file."""
+        """Return all options that affect the scores, with the version of lm-eval and a hash of the task file."""
         config = super().config()
         if self.code_file is not None:
             config["init_args"]["task_file"] = task_file_hash(Path(self.task))
@@ -304,9 +304,9 @@ class BenchmarkScores(TokenizerMixin, Analysis):
         )
 
     def _folder(self, model: LayeredModel) -> Path:
-        """Return the folder for the result files of all schedules of a model.
+        """Return the folder for the result files of a model, one file for each order of its blocks.
 
-        Its path contains hashes of the weights and of all options that decide the scores.
+        The path contains hashes of the weights and of all options that affect the scores.
         """
         options = {name: value for name, value in self.config()["init_args"].items() if name not in _SELECTION}
         options |= {"tokenizer": self.tokenizer_hash(), "data": self.data_hash(), "max_tokens": model.max_tokens}
@@ -337,8 +337,8 @@ def _variant_records(
     """Yield the records of `BenchmarkScores` for one variant, or for the mean over the seeds of a random order.
 
     `scores` has one item per seed. Scores are first averaged over seeds in each row of the task. The difference from
-    the full model is paired over rows, and a single seed has no record of it. Normalised scores are omitted unless
-    `lead` is set, which means that the full model beats guessing.
+    the full model is paired over rows. For a random order, this difference is recorded only for the mean over seeds.
+    Normalised scores are omitted unless `lead` is set, which means that the full model beats guessing.
     """
     if variant.name != "baseline" and "seed" not in tags:
         rows = np.mean([each.values[SCORE] for each in scores], 0) - np.asarray(full.values[SCORE])

@@ -39,7 +39,7 @@ class ScoredTask(Task):
         text: The text columns. For a benchmark, all columns that a local copy needs.
         split: The split to measure or score.
         num_classes: Number of classes of a GLUE task. None means that it is a regression.
-        examples: Number of worked examples at the start of a benchmark's prompts.
+        examples: Number of few-shot examples at the start of a benchmark's prompts.
         settings: Entries of lm-eval's task file that are replaced if a local copy is used.
     """
 
@@ -71,7 +71,7 @@ class ScoredTask(Task):
         return ("train", self.split) if self.examples or self.domain == "classification" else (self.split,)
 
     def data_hash(self) -> str | None:
-        """Return a hash of the files and options of the local copy, or None for data on the Hub.
+        """Return a hash of the files and options of the local copy of the data, or None for data on the Hub.
 
         Raises:
             InputError: A file is missing.
@@ -80,7 +80,7 @@ class ScoredTask(Task):
 
 
 def tasks_of(use: Use) -> dict[str, ScoredTask]:
-    """Return the tasks of the catalogue that are used for `use`, by name, in the order of the catalogue.
+    """Return the tasks of the catalogue with the given use, by name, in the order of the catalogue.
 
     Tasks of linear probes are not returned. They are in `TASKS`.
     """
@@ -88,7 +88,7 @@ def tasks_of(use: Use) -> dict[str, ScoredTask]:
 
 
 def find(use: Use, name: str, instead: str = "") -> ScoredTask:
-    """Return the task of the catalogue with this name among those used for `use`.
+    """Return the task of the catalogue with the given use and name.
 
     Raises:
         InputError: There is no such task. The message ends with `instead`, an alternative for the user.
@@ -143,9 +143,10 @@ def resolve(names: Sequence[str], folder: Path | None = None) -> list[ScoredTask
 
 
 def unknown_task(name: str, tasks: Iterable[str], instead: str = "") -> InputError:
-    """Return the error for an unknown task name. Its message suggests similar names or, if there are none, the first.
+    """Return the error for an unknown task name.
 
-    The message ends with `instead`, an alternative for the user.
+    The message suggests names similar to `name`, or the first names in `tasks` if none is similar. It ends with
+    `instead`, an alternative for the user.
     """
     names = list(tasks)
     remedy = did_you_mean(name, names, f"expected one such as {', '.join(names[:12])}")

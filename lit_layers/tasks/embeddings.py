@@ -51,7 +51,7 @@ class SentenceEncoder:
         pooling: Pooling of the hidden states after the last block and the final norm.
         normalizes: Whether embeddings are divided by their length.
         similarity: Similarity that embeddings are compared by.
-        max_tokens: Most tokens of a text, including special tokens. If None, the model's limit applies.
+        max_tokens: Maximum number of tokens of a text, including special tokens. If None, the model's limit applies.
         lowercases: Whether texts are lowercased before tokenization.
         prompts: Pairs of a name and the prompt put before a text. A name is a task, a type of task, `query` or
             `document`.
@@ -199,7 +199,7 @@ class TaskEmbeddings:
     last_pooling: TextPooling | None = None
     num_cut: int = 0
     num_empty: int = 0
-    # Maps a text to the index in `_chunks` and the row there of its features.
+    # Maps a text to the place of its features: the index in `_chunks` and the row in that chunk.
     _rows: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     _chunks: list[LayerFeatures] = field(default_factory=list, repr=False)
 

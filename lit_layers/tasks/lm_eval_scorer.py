@@ -26,8 +26,8 @@ from lit_layers.tasks.catalogue import LOCAL_TASKS, ScoredTask, find, unknown_ta
 from lit_layers.tasks.task_files import quiet, version_of
 
 SCORE, NORMED, FLEXIBLE, PERPLEXITY = "task_score", "task_score_norm", "task_score_flexible", "task_perplexity"
-EXAMPLES = "train"  # split that the worked examples are drawn from
-SHOT_SEED = 1234  # seed of the draw of worked examples, the one that lm-eval uses
+EXAMPLES = "train"  # split that the few-shot examples are drawn from
+SHOT_SEED = 1234  # seed for drawing the few-shot examples; lm-eval uses this seed, too
 NAMES = {"lambada": "lambada_openai"}  # task name in this package -> its name in lm-eval
 _STRICT, _FLEXIBLE = "strict-match", "flexible-extract"
 
@@ -126,8 +126,9 @@ class LmEvalScorer:
         tokenizer: A folder, or NAME[@REVISION] on the Hub.
         limit: Score only the first `limit` rows. None means all rows.
         batch_size: Inputs per batch.
-        max_new_tokens: Most tokens to generate. If None, the task's own limit applies, or else 256.
-        max_length: Most tokens that the model takes. If None, the limit in its config applies, or else 2,048.
+        max_new_tokens: Maximum number of tokens to generate. If None, the task's own limit applies, or else 256.
+        max_length: Maximum number of tokens that the model accepts. If None, the limit in its config applies, or else
+            2,048.
     """
 
     task: str | ScoredTask
@@ -178,11 +179,11 @@ class LmEvalScorer:
         return list(task.instances)
 
     def training_texts(self) -> list[tuple[str, str]]:
-        """Return (question, right answer) of each training row, in order. Questions have no worked examples.
+        """Return (question, right answer) of each training row, in order. Questions have no few-shot examples.
 
         Raises:
             InputError: lm-eval is not installed or cannot load the task, the task has no training rows, or its answers
-                do not follow the question.
+                are not continuations of the question's text.
         """
         with quiet():
             (task,) = self._load()["tasks"].values()
@@ -199,7 +200,7 @@ class LmEvalScorer:
         return rows
 
     def _load(self) -> Any:
-        """Return lm-eval's task dictionary, and reset its seed so that every model gets the same worked examples."""
+        """Return lm-eval's task dictionary, and reset its seed so that every model gets the same few-shot examples."""
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=SHOT_SEED)
         return self._loaded
@@ -280,8 +281,8 @@ def _load_local(task: ScoredTask) -> Any:
 def _cache_templates() -> None:
     """Make lm-eval cache compiled prompt templates.
 
-    Without this, lm-eval compiles the templates again for each row and each order of a model's blocks. Compiling takes
-    nine tenths of the time to build the prompts.
+    Without this cache, lm-eval compiles the templates again for each row, and again each time that a task is scored.
+    Compiling takes nine tenths of the time to build the prompts.
     """
     from lm_eval.utils import env
 

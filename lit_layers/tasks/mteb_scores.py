@@ -90,11 +90,11 @@ class MtebTask(TokenizerMixin, Analysis):
         for layer in self.layers or ():
             if not 0 <= layer <= model.num_layers:
                 raise InputError(f"layers: this model has layers 0 to {model.num_layers}, got {layer}")
-        # Encode no text, only to raise an error if `max_tokens` leaves no room next to the special tokens.
+        # Call this without texts, only to raise an error if `max_tokens` leaves no room for text beside special tokens.
         encode_texts(self.text_tokenizer, (), max_tokens=self.max_tokens)
 
     def config(self) -> dict[str, Any]:
-        """Return all options that decide the scores, with the version of mteb."""
+        """Return all options that affect the scores, with the version of mteb."""
         config = super().config()
         task = {name: getattr(self.task, name) for name in ("name", "domain", "score", "subset")}
         config["init_args"] |= {"task": task, "mteb": version_of("mteb")}
@@ -157,13 +157,16 @@ class MtebTask(TokenizerMixin, Analysis):
         return self.encoder is not None and (self.modules == "all" or layer == model.num_layers)
 
     def _header(self, follows: bool) -> dict[str, Any]:
-        """Return the first entries of a layer's result file: the task, its data and how texts are embedded."""
+        """Return the first entries of a layer's result file: the task, its data and how texts are embedded.
+
+        `follows` says whether the layer uses the encoder's pooling, normalisation and similarity.
+        """
         facts = {"task": self.task.name} | {name: getattr(self.task, name) for name in ("domain", "score", "subset")}
         encoder = {} if self.encoder is None else self.encoder.facts(follows)
         return facts | {"pooling": self.pooling, "states": self.states} | encoder | describe(self.task)
 
     def _key(self, model: LayeredModel, limit: int) -> str:
-        """Return a hash, for the folder of the result files, of all that decides a layer's score except the weights."""
+        """Return a hash, for the folder of the result files, of all that affects a layer's score except the weights."""
         options = {name: each for name, each in self.config()["init_args"].items() if name not in ("layers", "name")}
         dtype = self.dtype if self.dtype == "bfloat16" else model.precision
         # Replace the tokenizer's path by a hash of its content, so that a copy elsewhere gives the same results.
@@ -197,7 +200,8 @@ def mteb_analyses(
         root: The folder of the measurements. Results of layers are saved in its subfolder `mteb`.
         metrics: Whether to add label-free metrics on the first 1,000 texts of each task, `representation/TASK` and
             `invariance/TASK`. Pair classification is skipped, because it has no column of single texts.
-        model_limit: Most tokens that the model takes, for the label-free metrics. If None, `max_tokens` is the limit.
+        model_limit: Maximum number of tokens that the model accepts, for the label-free metrics. If None, `max_tokens`
+            is the limit.
         options: Further options of `MtebTask`, such as `layers`, `pooling` and `encoder`.
     """
     analyses: list[Analysis] = []

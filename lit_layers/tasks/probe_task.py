@@ -23,7 +23,7 @@ _RANGES = {
     **dict.fromkeys(("num_train", "num_test", "balance"), Range(1, math.inf)),
     "seed": Range(0, math.inf),
 }
-# Matches a field in a `text` option that is a format: a column, or an entry of a column's value, as in {choices[0]}.
+# Matches a field of a format string in the option `text`: a column, or an entry of a column's value ({choices[0]}).
 _FIELD = re.compile(r"\{(?P<column>[^{}.\[\]!:]+)(?P<entries>(\[\w+\])*)\}")
 
 
@@ -96,7 +96,7 @@ class ProbeTask(Task):
             be a folder with such files named after the splits, or a path that contains {split}, such as
             data/sst2_{split}.parquet.
         kind: "classification", or "regression" on numbers.
-        text: A column, or a format over columns: "question: {question} answer: A. {choices[0]}".
+        text: A column, or a format string over columns: "question: {question} answer: A. {choices[0]}".
         label: A column of integers or strings; for a regression a column of numbers.
         train: A split of the source, or several to concatenate.
         test: A split of the source. If None, `test_share` of train is held out, stratified.
@@ -107,7 +107,7 @@ class ProbeTask(Task):
         validation: A split of the source. If None, `validation_share` of train is held out, stratified.
         validation_share: Share of the training rows to hold out for validation if `validation` is None.
         classes: Names of all classes, by class index. None means the classes that occur, sorted by name.
-        label_offset: Added to the values of a regression: 1 if stars are stored from 0.
+        label_offset: Added to the labels of a regression, such as 1 if ratings of 1 to 5 stars are stored as 0 to 4.
         balance: Number of random rows of train per class (or value). None means all rows.
         seed: Decides which rows are held out and drawn.
         description: One line for readers.
@@ -319,7 +319,7 @@ def _to_classes(
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
     """Return the rows of a classification with class indices as labels, and the class names.
 
-    `names` are the class names on the Hub, or None if it has none.
+    `names` are the class names on the Hub, or None if the Hub lists none.
     """
     parts = {part: [row._replace(label=_class_label(task, row)) for row in rows] for part, rows in parts.items()}
     names, labels = task.classes or names, {row.label for rows in parts.values() for row in rows}
@@ -335,7 +335,7 @@ def _to_classes(
             if row.label not in index_of:
                 expected = f"one of {', '.join(names)} or a number from 0 to {len(names) - 1}"
                 raise task.refusal("classes", f"{row.location} has the label {row.label!r}, expected {expected}")
-        # Drop classes on the Hub that do not occur in the selected rows.
+        # Leave out classes that the Hub lists but that do not occur in the selected rows.
         if task.classes is None:
             used = sorted({index_of[label] for label in labels})
             new = {index: new_index for new_index, index in enumerate(used)}

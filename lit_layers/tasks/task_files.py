@@ -230,7 +230,7 @@ class TaskFiles:
     difference: str = ""
 
     def paths(self, split: str) -> list[Path]:
-        """Return the files of a split, which need not exist.
+        """Return the paths of the files of a split. The files need not exist.
 
         Raises:
             InputError: No files are listed for this split.
@@ -242,7 +242,7 @@ class TaskFiles:
         return [self.folder / name.replace(PATTERN, split) for name in ([names] if isinstance(names, str) else names)]
 
     def content_hash(self, splits: Sequence[str]) -> str:
-        """Return a hash of the files of some splits and of the columns, conditions and options of this copy.
+        """Return a hash of the files of some splits and of the fields `columns`, `where` and `options`.
 
         Raises:
             InputError: A file is missing.
@@ -256,7 +256,7 @@ class TaskFiles:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the official name of each column to the option that error messages name for it.
+            columns: Maps the official name of each column to the option to blame in the error if the column is missing.
 
         Raises:
             InputError: A file or column is missing, or a file is damaged.
@@ -329,7 +329,7 @@ class Task:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the name of each column to the option that error messages name for it.
+            columns: Maps the name of each column to the option to blame in the error if the column is missing.
 
         Raises:
             InputError: A split, file or column is missing, a file is damaged, or the Hub does not answer.

@@ -173,7 +173,7 @@ def text_features(
         pooling: The "last" real token, the "mean" over real tokens, the first token ("cls"), or "centered_unit_mean" as
             in `pool`. This last one is NaN for a text where it is undefined.
         states: A convention of hidden states of `lit_layers.models.view`, applied before pooling.
-        max_tokens: Most tokens per batch.
+        max_tokens: Maximum number of tokens per batch.
         undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
             `LayerFeatures.defined` shows which texts have a vector.
         last_pooling: The pooling of the last layer. If None, it is `pooling` as for the other layers.
