@@ -232,7 +232,7 @@ class Chart(Picture):
         return [rect if still else hoverable(rect, tip)]
 
     def _marks(self, *, still: bool) -> list[dict[str, Any]]:
-        """Return the Vega-Lite layers of the chart, except its cells, from bottom to top.
+        """Return the Vega-Lite layers of the chart, except its cells, from bottom to top; `still` omits tooltips.
 
         The order is: divider, intervals, lines, marks, tooltips, labels, notes, colour bar.
         """

@@ -1,7 +1,7 @@
 """Rendering with vl-convert: pictures of Vega-Lite specifications, and Vega's script for pages.
 
 This file runs as a separate process and is never imported. vl-convert draws in a thread of its own while it holds
-Python's GIL. If it ran in the process of a training, the training would stall. A forked process lacks that thread, so
+Python's GIL. In the training process, it would therefore stall training. A forked process lacks that thread, so
 drawing would hang there.
 """
 

@@ -247,7 +247,10 @@ def tag_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[tables.Chosen]) -
 
 
 def _category(point: Point) -> tuple[str, int, str]:
-    """Return the id, sort key and name of a point's category or head; id and name are empty for the mean."""
+    """Return the id, sort key and name of a point's category of word pairs, or of its attention head.
+
+    The id of a head is empty. For the mean over all categories, id and name are empty.
+    """
     if tables.HEAD in point.tags:
         return "", point.tags[tables.HEAD] + 1, f"head {point.tags[tables.HEAD]}"
     return str(point.tags.get("category_id", "")), 0, str(point.tags.get(tables.CATEGORY, ""))

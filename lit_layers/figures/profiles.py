@@ -1,4 +1,4 @@
-"""Line figures of a metric: over layers, for a run or for models, and over lists, distances and sample sizes."""
+"""Line figures of a metric over layers, the index in a list of values, distances, or numbers of training rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -324,7 +324,7 @@ def style_of_run(index: int, name: str, *, of: int, **more: Any) -> dict[str, An
 
 
 def depth_curves(title: str, models: Mapping[str, Sequence[float]]) -> Chart:
-    """Return a quantity over depth in per cent, with one line per model.
+    """Return a chart of a quantity over relative depth in per cent, with one line per model.
 
     `models` holds the values at layers 0 to L, NaN if missing.
     """

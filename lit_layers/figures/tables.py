@@ -1,4 +1,4 @@
-"""Reading a frame of records: points of a metric, their variants, tables of results, and means over tasks."""
+"""Points of a metric, their variants, tables of results, and means over tasks, all from a data frame of records."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,9 +216,9 @@ def is_on_axes(point: Point) -> bool:
 
 
 def plainest(choices: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the variant (set of tags) that differs from a plain mean in the fewest tags, or the first of several.
+    """Return the variant (set of tags) that differs from the default in the fewest tags, or the first of several.
 
-    A plain mean has, for example, no normalization and no control.
+    The default is a mean on test data, without normalization and without a control such as random labels.
     """
     return min(choices, key=lambda tags: sum(tags[name] != value for name, value in _PLAINEST.items() if name in tags))
 
@@ -325,8 +325,9 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
 def _few_orders(points: list[Point], metric: str) -> list[Point]:
     """Return points of a few orders of the blocks: the full model, and variants that change half of the middle blocks.
 
-    Of the recorded numbers of changed middle blocks, the median is kept. Of the numbers of loops, three or the nearest
-    is kept. For accuracies only the full model is kept, because losses and normalized scores describe the variants.
+    Only the median of the recorded numbers of changed middle blocks is kept, and only the number of loops that is
+    nearest to three. For accuracies only the full model is kept, because losses and normalized scores describe the
+    variants.
     """
     if not any("variant" in point.tags for point in points):
         return points
@@ -344,7 +345,7 @@ def _few_orders(points: list[Point], metric: str) -> list[Point]:
 
 
 def usual_loops(tags: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the number of loops among these tags that is nearest to the published one, 3; None if there is none."""
+    """Return the recorded number of loops nearest to 3, which Sun et al. (2024) use; None if there is none."""
     loops = {int(each["loops"]) for each in tags if "loops" in each}
     return min(loops, key=lambda number: (abs(number - PUBLISHED_LOOPS), number), default=None)
 
@@ -401,8 +402,8 @@ def add_task_means(frame: pd.DataFrame) -> TaskMeans:
     """Return the table with the analyses of single tasks, `BASE/TASK`, replaced by `BASE/mean_over_tasks`.
 
     A mean is over the tasks that have values at every layer of every checkpoint (or model), with equal weights. The
-    notes name the other tasks. The column `n` counts the tasks. If the tasks are of several domains, there are also
-    means over the tasks of one domain, in rows with a tag `domain`. Rows of other analyses are not changed.
+    `notes` name the other tasks. The column `n` counts the tasks. If the tasks belong to several domains, there are
+    also means over the tasks of one domain, in rows with a tag `domain`. Rows of other analyses are not changed.
     """
     table: Any = frame
     _refuse_several_settings(table)
@@ -424,8 +425,8 @@ def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
     The new analyses are `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`, with one value per variant
     and checkpoint (or model). They use only tasks that have a value for every variant at that checkpoint. Early in
     training such tasks can be few, because few tasks are above chance. A variant has no median if the value of one
-    of these tasks is undefined. A single task has no median. The column `n` counts the tasks, and the note names them,
-    step by step if they differ.
+    of these tasks is undefined. A single task has no median. The column `n` counts the tasks, and the `notes`
+    name them, step by step if they differ.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """
@@ -483,7 +484,7 @@ def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
 
 
 def _means(rows: Any) -> tuple[list[Any], str]:
-    """Return tables with the means over the tasks of one analysis, and a note on the tasks left out."""
+    """Return tables with the means over the tasks of one analysis, and a text that names the tasks left out."""
     tags = [name for name in tags_of(rows) if name not in _DROPPED]
     by = ["metric", "layer", "other_layer", *tags]
     missing: dict[str, str] = {}
@@ -529,7 +530,7 @@ def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
 
 
 def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return the median or mean over tasks for each variant at each checkpoint (or model), and a note on the tasks."""
+    """Return the median or mean over tasks by variant and checkpoint (or model), and a text that names the tasks."""
     parts: list[Any] = []
     places: dict[str, list[str]] = {}
     for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
@@ -543,7 +544,7 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 
 def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return the median or mean over tasks for each variant at one checkpoint, and a note on the tasks."""
+    """Return the median or mean over tasks by variant at one checkpoint, and a text that names the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
     usual = tasks.idxmax()  # the precision of most tasks; if counts are equal, float32, which comes first

@@ -65,7 +65,7 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
     """Return a metric over the number M of changed middle blocks, with one line per variant and a slider over steps.
 
     A variant is an order of blocks, such as skip or reverse. The mean over random orders has its interval as a band.
-    looped_parallel is drawn with three loops, or the nearest measured number. The dashed line is the full model, the
+    looped_parallel is drawn with three loops, or the nearest measured number. The dashed line shows the full model, the
     dotted line the score of guessing.
 
     Args:
@@ -116,8 +116,8 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
 def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
     """Return a heat map of a metric over the number M of middle blocks (horizontal) and the number of loops (vertical).
 
-    A slider selects the checkpoint. One loop is the variant `parallel`. Dots mark the best number of loops for each M.
-    Bright is better; grey was not measured.
+    A slider selects the checkpoint. Values for one loop are those of the variant `parallel`, which runs the middle
+    blocks in parallel once. Dots mark the best number of loops for each M. Bright is better; grey was not measured.
 
     Raises:
         InputError: as in `variant_curves`.
@@ -153,8 +153,8 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     """Return a metric of one variant over the number M of middle blocks (or the block index), with a line per model.
 
     Models of different depth are drawn over the share of changed blocks, 100 M / T. This needs the number of blocks T
-    of each model, which is known if single blocks were also measured. A dashed line in a model's colour is its full
-    model. Each model is shown at its last checkpoint.
+    of each model, which is known if single blocks were also measured. A dashed line in a model's colour shows the
+    value of that model without changes. Each model is shown at its last checkpoint.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.1 (models of 7 B to 70 B).
 
@@ -165,7 +165,8 @@ def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen
     rows, series = rows_of(frame, metric, chosen.get("analysis")), list[Series]()
     number = "layer" if variant in BLOCK_NAMES else "middle"
     points = {run: last_of(variant_points(rows[rows["run"] == run], metric, **chosen)) for run in rows["run"].unique()}
-    # The number of blocks T is the last block measured. For `switch` that is T - 1: a block is switched with the next.
+    # The largest index of a changed block is T, the number of blocks. For `switch` it is T - 1, because a block is
+    # exchanged with the next one.
     depths = {
         run: max((p.layer + (p.tags["variant"] == "switch") for p in part if p.layer), default=0)
         for run, part in points.items()
@@ -198,7 +199,9 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
-    """Return the points of a metric in all orders of the blocks, without single random orders and medians over tokens.
+    """Return the points of a metric for all orders of the blocks.
+
+    Individual random orders are left out. Medians over tokens are left out unless they are chosen by tags.
 
     Raises:
         InputError: for suspect checkpoints, unless `allow_suspect`.

@@ -130,9 +130,10 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
 
 
 def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
-    """Write charts as PNG, SVG and PDF into a folder, with file names made from their texts; return the paths.
+    """Write charts as PNG, SVG and PDF into a folder; return the paths.
 
-    This needs no browser, display or network. The folder is created if needed; other files in it are not touched.
+    `charts` holds pairs of a text and a chart. The file name of a chart is made from its text. Drawing needs no
+    browser, display or network. The folder is created if needed; other files in it are not touched.
 
     Raises:
         InputError: the folder cannot be created, or a chart cannot be drawn or written.
