@@ -114,6 +114,6 @@ def number_text(metric: str) -> Callable[[float], str]:
 
 
 def whole(number: float) -> str:
-    """Return the text of a number: an integer in full, a mean of integers with three digits, and NaN as a dash."""
+    """Return the text of a number: an integer in full, another number to three significant digits, NaN as a dash."""
     text = f"{number:.0f}" if number % 1 == 0 else f"{number:.3g}"
     return DASH if math.isnan(number) else text.replace("-", MINUS, 1)

@@ -231,7 +231,7 @@ def variant_text(tags: Mapping[str, Any]) -> str:
 def choice_text(tags: Mapping[str, Any]) -> str:
     """Return the text of a variant in a menu or legend, e.g. `k = 12, median`.
 
-    If all tags are None, the text says what a variant without the first tag is: `mean` without the tag `statistic`.
+    If all tags are None, the text is the name of the first tag's default, e.g. `mean` for the tag `statistic`.
     """
     text = variant_text(tags)
     if "domain" in tags and tags["domain"] is None:
@@ -281,9 +281,9 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
     """Return the main metrics of models without steps, with one row per metric and model.
 
-    Rows are selected as in `change_table`. Secondary metrics are included if they have whole-model values, because a
-    page of models has no other figure for these. Columns: analysis, metric, variant (text), run, layer, value, low,
-    high.
+    Rows are selected as in `change_table`. Secondary metrics are included if they have values of the whole model,
+    because a page of models has no other figure for these values. Columns: analysis, metric, variant (text), run,
+    layer, value, low, high.
 
     Raises:
         InputError: for suspect models, unless `allow_suspect`.
@@ -423,10 +423,10 @@ def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
     """Return the table with added rows: medians of `normalized_score` over tasks, and for GLUE means of `task_score`.
 
     The new analyses are `intervene/median_over_tasks` and `intervene/glue/mean_over_tasks`, with one value per variant
-    and checkpoint (or model). They use only tasks that have a value for every variant at that checkpoint. Early in
-    training such tasks can be few, because few tasks are above chance. A variant has no median if the value of one
-    of these tasks is undefined. A single task has no median. The column `n` counts the tasks, and the `notes`
-    name them, step by step if they differ.
+    and checkpoint (or model). They use only tasks that were measured for every variant at that checkpoint, and need two
+    such tasks. Early in training there can be few: `normalized_score` exists only if the full model is above chance. A
+    variant has no row if its value is NaN for one of the tasks. The column `n` counts the tasks. The `notes` name
+    them, for each step if they differ.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298 (the median over benchmarks; GLUE: the mean).
     """

@@ -38,15 +38,15 @@ def emergence_curves(
 ) -> Chart:
     """Return a metric over the steps of training, with one line per layer, coloured by depth.
 
-    Whole-model values are strong lines with 95% intervals. Rows tagged `reference` and the metrics named in `baselines`
-    are dashed. Step 0, the untrained model, is separated by a gap. A metric that only has values of the whole model is
-    drawn in all its variants. Lines per layer show one variant, which the title names.
+    Values of the whole model are thick lines with 95% intervals. Rows tagged `reference` and the metrics named in
+    `baselines` are dashed lines. A gap separates step 0, the untrained model. Lines per layer show one variant, which
+    the title names. If the metric has no values per layer, all variants are drawn.
 
     Args:
         tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default for
             lines per layer: the first variant that is a mean without normalization or control, if there is one.
-        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their whole-model values
-            are drawn; `layer_profile` draws their values per layer.
+        baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their values of the
+            whole model are drawn; `layer_profile` draws their values per layer.
         allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
 
     Raises:

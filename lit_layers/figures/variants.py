@@ -1,7 +1,7 @@
 """Figures of the scores that a model has with a changed order of its blocks.
 
 They show the scores over the number of changed middle blocks, over the number of loops, and over the index of a single
-changed block. Several models are drawn as one line each.
+changed block. In a figure of several models, each model has one line.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,9 +64,9 @@ _OWN = ("variant", "middle", "loops", "schedule", "seed", "task")
 def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **chosen: Unpack[Chosen]) -> Chart:
     """Return a metric over the number M of changed middle blocks, with one line per variant and a slider over steps.
 
-    A variant is an order of blocks, such as skip or reverse. The mean over random orders has its interval as a band.
-    looped_parallel is drawn with three loops, or the nearest measured number. The dashed line shows the full model, the
-    dotted line the score of guessing.
+    A variant is an order of blocks, such as skip or reverse. The mean over random orders is drawn with a band for its
+    interval. The variant `looped_parallel` is drawn for three loops, or for the nearest measured number. The dashed
+    line shows the full model, the dotted line the score of guessing.
 
     Args:
         tags: selects the conditions, e.g. `{"training": "full"}`.

@@ -132,7 +132,7 @@ def sized(part: Any, sizes: Mapping[str, float]) -> Any:
 def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path]:
     """Write charts as PNG, SVG and PDF into a folder; return the paths.
 
-    `charts` holds pairs of a text and a chart. The file name of a chart is made from its text. Drawing needs no
+    `charts` holds pairs of a title and a chart. The file name of a chart is made from its title. Drawing needs no
     browser, display or network. The folder is created if needed; other files in it are not touched.
 
     Raises:
