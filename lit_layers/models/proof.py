@@ -489,8 +489,8 @@ class Evidence:
 def shifted(state: Tensor, *, seed: int = 0) -> Tensor:
     """Return a state (batch, tokens, dim) plus noise. At each token, the norm of the noise is half that of the state.
 
-    Each position has a different direction of the noise. It is the same in all texts, so that equal states of two texts
-    remain equal.
+    The direction of the noise differs between positions. At one position it is the same in all texts, so that equal
+    states of two texts remain equal.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(state.shape[1:], generator=generator).to(state)

@@ -63,7 +63,7 @@ class LayeredModel:
 
     @property
     def origin(self) -> str:
-        """How the blocks were found: "row" if a row of `FAMILIES` names them, "structure" if searched and checked."""
+        """How the blocks were found: "row" if a row of `FAMILIES` names them, "structure" if a search found them."""
         return self.family.origin
 
     @property

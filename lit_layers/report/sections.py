@@ -19,7 +19,7 @@ from lit_layers.metrics import GROUPS, METRICS, is_in, look_up, names, rank, sca
 from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, Table, block
 from lit_layers.run_data import RunData
 
-_TOGETHER = 6  # largest number of whole-model variants in one figure
+_TOGETHER = 6  # largest number of variants in one figure of values of the whole model
 # Groups of metrics: the metrics of one group share a figure block of the page, where the reader chooses one of them.
 _CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")
 CONTROLS = ("random_labels", "relabelled_vocabulary")
@@ -129,7 +129,7 @@ def shapes(
     """Return all figures of a metric. The page has a menu with one entry per variant (set of tags).
 
     `steps` are all measured steps of the run. If models are compared (`comparing`), each model has its own entries for
-    heat maps, and a metric with only whole-model values has no figure.
+    heat maps, and a metric that only has values of the whole model has no figure.
     """
     table: Any = part
     table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fewer rows make the code below faster
@@ -189,7 +189,8 @@ def shapes(
 def _maps(part: pd.DataFrame, metric: str, points: list[tables.Point], options: dict[str, Any]) -> Iterator[Captioned]:
     """Yield heat maps, token paths and lists of values of a metric, for one entry of the menu on the page.
 
-    If the metric has token paths, a table per layer, or curves over training rows, only these are drawn.
+    There is only one drawing if the metric has token paths, a table of values for each layer, or curves over the number
+    of training examples.
     """
     has = {tag for point in points for tag in point.tags if point.layer is not None}
     kinds = [
@@ -237,7 +238,8 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
     """Return the entries of a metric's menu on the page, as tags that select points and a text; the default is first.
 
     An entry is a variant (set of tags). If the metric only has values of the whole model, an entry is a statistic such
-    as the median, and one figure shows all its variants. This needs at most `_TOGETHER` variants per statistic.
+    as the median, and one figure shows all variants with this statistic. Each variant keeps its own entry if a statistic
+    has more than `_TOGETHER` variants.
     """
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:

@@ -40,9 +40,10 @@ class WandbMirror:
     A row sent just before the process is killed may be sent twice, with equal values. All charts have
     `trainer/global_step` as x-axis; each row also has the number of tokens.
 
-    The table at the end has all records. If an analysis was measured with several settings (options and data), records
-    of all but the first ones get a separate name, `coupling@1a2b3c4d/...`. After an error the mirror stops and logs one
-    warning. W&B uploads rows in a process of its own, so only the end of the run waits for uploads.
+    The table at the end has all records. If an analysis was measured with several settings (options and data), only the
+    records of the first settings keep the plain name. Records of other settings are named `coupling@1a2b3c4d/...`, with
+    a hash of the settings. After an error the mirror stops and logs one warning. W&B uploads rows in a process of its
+    own, so only the end of the run waits for uploads.
 
     Args:
         project: the W&B project.
