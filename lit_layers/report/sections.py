@@ -238,8 +238,8 @@ def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any]
     """Return the entries of a metric's menu on the page, as tags that select points and a text; the default is first.
 
     An entry is a variant (set of tags). If the metric only has values of the whole model, an entry is a statistic such
-    as the median, and one figure shows all variants with this statistic. Each variant keeps its own entry if a statistic
-    has more than `_TOGETHER` variants.
+    as the median, and one figure shows all variants with this statistic. Each variant keeps its own entry if a
+    statistic has more than `_TOGETHER` variants.
     """
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:
