@@ -1,4 +1,4 @@
-"""Audit rules on weights, one function each: they find checkpoints whose weights do not fit between their neighbours'.
+"""Audit rules on weights, one function each, which find checkpoints unlike those before and after them.
 
 Training moves weights in small updates. The distance between two checkpoints therefore grows with the number of
 optimizer steps between them, for every learning rate schedule. The checkpoints of a training run, in step order, form a
@@ -18,11 +18,11 @@ import numpy as np
 from lit_layers.series.checkpoint import Checkpoint, Listing, Series
 from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, formats
 
-# Detour of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
-# training runs, mostly 1.4 to 2. A checkpoint below the limit is off the path.
+# Detour ratio of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
+# training runs, mostly 1.4 to 2. A checkpoint with a ratio below LINE is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
-# A checkpoint below LINE is a fault only if its detour ratio is also below this share of every other checkpoint's.
+# A detour ratio below LINE is a fault only if it is also below this share of the ratio of every other checkpoint.
 FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
 # returned to old values. Healthy training runs have at least 0.67.
@@ -316,7 +316,7 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     regular = all(exchange.ratio > SWAP for exchange in _exchanges(after.distance)) and not any(
         _detour(after.distance, index) < LINE for index in range(1, count - 1)
     )
-    # The path must get shorter even if all checkpoints are scaled to one norm. Otherwise only the norm has changed.
+    # The path must also get shorter if all checkpoints are scaled to the same norm. Otherwise only norms have changed.
     regular &= after.turns < path.turns
     for index, neighbour in ((best.first, 1), (best.second, count - 2)):
         regular &= not _is_stranger(after.cosine[index], index)
@@ -334,7 +334,7 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
 
 
 def _unborrowed(path: Path) -> Path:
-    """Return the path without the tensors that a checkpoint has from another checkpoint."""
+    """Return the path without the tensors that may have been copied from one checkpoint to another."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
@@ -350,7 +350,7 @@ class _Exchange(NamedTuple):
     # Two checkpoints exchange their positions, which changes the distances between them and their neighbours.
     order: np.ndarray  # the index of the checkpoint at each position after the exchange
     ratio: float  # the sum of the changed distances after the exchange, divided by their sum before it
-    saved: float  # the decrease of the sum of the changed distances through the exchange
+    saved: float  # by how much the exchange reduces the sum of the changed distances
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
@@ -361,7 +361,9 @@ def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
     count = len(distance)
     for first, second in itertools.combinations(range(count), 2) if count >= 4 else ():
         if (first, second) in ((0, 1), (count - 2, count - 1)):
-            continue  # these two look swapped if one is an average, or if the weights hardly move at the end
+            # Skip this pair. It also looks swapped if one of the two checkpoints is an average of several steps, or
+            # if the weights hardly change at the end of training.
+            continue
         edges = np.unique(np.clip([first - 1, first, second - 1, second], 0, count - 2))
         order = np.arange(count)
         order[[first, second]] = second, first
@@ -429,7 +431,7 @@ def _returned(steps: Sequence[Checkpoint], borrowed: Mapping[tuple[int, ...], Se
 
 
 def _borrowed(path: Path, strange: Collection[int]) -> dict[tuple[int, ...], list[str]]:
-    """Find tensors that change and later have their values of an earlier checkpoint again.
+    """Find tensors that change and later return to the values of an earlier checkpoint.
 
     Return the names of the tensors, by the indices of the checkpoints in which they are equal. `strange` holds the
     indices of checkpoints that are left out. Tensors that are equal in most checkpoints were never trained, and are
@@ -520,7 +522,7 @@ def _tensors_out_of_line(path: Path, without: Collection[str]) -> Iterator[Findi
             is_off = _is_least(detours, index, TENSOR_LINE) or _is_unlike(path.likeness_in(name)[0], index)
             if least > path.rounding * path.norms[name][index] and is_off:
                 off.setdefault((index,), []).append(name)
-    # If a tensor is wrong in the last but one checkpoint, its return to right values in the last one is not a jump.
+    # If a tensor is wrong in the last but one checkpoint, its return to correct values in the last one is not a jump.
     before = off.get((count - 2,), ())
     for name, indices in _jumping(path, {name: judged[name] for name in judged.keys() - {*before}}):
         off.setdefault(indices, []).append(name)

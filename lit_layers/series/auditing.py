@@ -229,7 +229,7 @@ def main_differs(listed: Listed) -> Iterator[Finding]:
 def gaps(listed: Listed) -> Iterator[Finding]:
     """Find expected steps without a checkpoint.
 
-    The manifest or run.json gives the expected steps. If neither does, steps that an even spacing implies are expected.
+    The manifest or run.json gives the expected steps. If neither does, the steps are expected to be evenly spaced.
     """
     if listed.series.steps != ALL:
         return
@@ -247,8 +247,8 @@ def gaps(listed: Listed) -> Iterator[Finding]:
 def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield the missing steps of each hole in an even spacing.
 
-    Two neighbouring steps have a hole between them if their distance is 2, 3, ... times the distance of the two steps
-    before and of the two steps after. These two distances must be equal.
+    Let the last two steps before a gap be d apart, and the first two steps after it as well. The gap is a hole if its
+    length is 2 d, 3 d, ...
     """
     widths = [after - before for before, after in itertools.pairwise(steps)]
     for index in range(1, len(widths) - 1):
@@ -419,7 +419,7 @@ def other_size(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
 def mislabelled_steps(chosen: Sequence[Checkpoint]) -> Iterator[Finding]:
     """Find checkpoints whose files record a different step from the one in their name.
 
-    If the two steps differ by the same number in most checkpoints, that number is not a fault.
+    A difference between the two steps is not a fault if most checkpoints have this difference.
     """
     recorded = [(one, one.step, one.source.recorded_step()) for one in chosen]
     shifts = [(one, said - step) for one, step, said in recorded if said is not None and step is not None]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch is imported inside functions: it takes seconds, and l
 PATTERNS = {
     "step": r"step[-_]?(?P<step>\d+)",
     "stages": r"(stage1-)?step(?P<step>\d+)(-tokens(?P<billions>\d+[BT]))?",  # stage 1: later stages count from 0 again
-    "continued": r"stage\d+-step-(?P<step>\d+)",  # the step number counts on through all stages
+    "continued": r"stage\d+-step-(?P<step>\d+)",  # step numbers continue from one stage to the next
     "checkpoint": r"(checkpoint|ckpt|iter|global_step)[-_]?(?P<step>\d+)",
 }
 

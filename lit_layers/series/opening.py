@@ -291,8 +291,8 @@ def open_series(
 def _trainings(repo: str, steps: Any, grammar: str, manifest: str | None = None) -> list[Series]:
     """Return the series of a repository: one, or one per training run if the repository has several.
 
-    The manifest then lists one grammar (pattern of branch names) per run. There is only one series if `grammar` is
-    not `auto`.
+    A repository has several training runs if its manifest lists several grammars (patterns of branch names), one per
+    run. There is only one series if `grammar` is not `auto`.
     """
     known = known_facts(repo, manifest).grammar
     if grammar != "auto" or not isinstance(known, list):
@@ -312,7 +312,7 @@ def find_checkpoint(name: str) -> Checkpoint:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"expected a model in {name}, found no config.json there")
-        # Only a series knows the step and tokens of a checkpoint. The parent folder may be a series with this folder.
+        # Only a series knows the step and tokens of a checkpoint. The parent folder may be a series that contains it.
         single = Checkpoint(folder.name, folder.name, FolderSource(Path(name)))
         return _member(StepFolders(folder.parent), folder.name) or single
     if folder.suffix == ".ckpt" and folder.is_file():
