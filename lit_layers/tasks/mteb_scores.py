@@ -200,8 +200,8 @@ def mteb_analyses(
         root: The folder of the measurements. Results of layers are saved in its subfolder `mteb`.
         metrics: Whether to add label-free metrics on the first 1,000 texts of each task, `representation/TASK` and
             `invariance/TASK`. Pair classification is skipped, because it has no column of single texts.
-        model_limit: Maximum number of tokens that the model accepts, for the label-free metrics. If None, `max_tokens`
-            is the limit.
+        model_limit: Maximum number of tokens that the model accepts, for the label-free metrics. If it is None or
+            larger than the option `max_tokens` of `MtebTask`, that option is the limit.
         options: Further options of `MtebTask`, such as `layers`, `pooling` and `encoder`.
     """
     analyses: list[Analysis] = []

@@ -256,7 +256,7 @@ class TaskFiles:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the official name of each column to the option to blame in the error if the column is missing.
+            columns: Maps the official name of each column to the option that the error for a missing column names.
 
         Raises:
             InputError: A file or column is missing, or a file is damaged.
@@ -329,7 +329,7 @@ class Task:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the name of each column to the option to blame in the error if the column is missing.
+            columns: Maps the name of each column to the option that the error for a missing column names.
 
         Raises:
             InputError: A split, file or column is missing, a file is damaged, or the Hub does not answer.

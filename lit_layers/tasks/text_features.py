@@ -171,8 +171,9 @@ def text_features(
         model: The model.
         texts: The texts.
         pooling: The "last" real token, the "mean" over real tokens, the first token ("cls"), or "centered_unit_mean" as
-            in `pool`. This last one is NaN for a text where it is undefined.
-        states: A convention of hidden states of `lit_layers.models.view`, applied before pooling.
+            in `pool`. The vector of "centered_unit_mean" is NaN for a text where it is undefined.
+        states: The hidden states to pool. "resid": every layer before the final norm. "hf": only the last layer after
+            the final norm, all others before it. "normed": every layer after the final norm.
         max_tokens: Maximum number of tokens per batch.
         undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
             `LayerFeatures.defined` shows which texts have a vector.
