@@ -87,7 +87,7 @@ class _Scheduled(L.Callback):
             model = whole_on_first_rank(model, strategy) if trainer.ckpt_path else None
         weights = None if model is None else functools.partial(weights_hash, model)
         if measuring is None:
-            # `SeriesCheckpoint` stores no id of its training. Another training in the folder is detected only if the
+            # `SeriesCheckpoint` stores no id of its training run. A different run in the folder is detected only if the
             # folder's checkpoint of this step has other weights.
             own = getattr(records.lineage_in(self.root), "training", None)
             options = "resume" if trainer.ckpt_path else "refuse", None, self.now(trainer), weights, own
@@ -227,9 +227,10 @@ class EmergenceCallback(_Scheduled):
         analyses: the analyses to run; their names must be unique.
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
-        if_exists: what to do if root already holds a run, as in `lit_layers.watch`, with the step of the Trainer
-            checkpoint in place of `first_step`. "resume" also continues from a checkpoint of a step without
-            measurements, if the run in root saved it.
+        if_exists: what to do if root already holds a run. "refuse" raises an error. "overwrite" removes the files that
+            runs have written there. "resume" continues the run in root from the Trainer's checkpoint. The run must have
+            measured the same weights at that step, or have saved the checkpoint without measuring there. Its
+            measurements of later steps no longer appear in the curves.
         run: the run's name in the records. With None, it is the folder's name.
         tokens_per_step: tokens per optimizer step, from which the number of tokens up to each step is recorded. With
             None, the value of the data module is used, if it has one.

@@ -141,8 +141,8 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        # `interval` chooses a Wilson interval by the name of a metric. Records of single orders have no interval if the
-        # metric is not a share of rows, such as a correlation. An empty name then avoids the Wilson interval.
+        # `interval` decides from the metric's name whether to use a Wilson interval. A metric that is not a share of
+        # rows, such as a correlation, has no interval for a single order. An empty name avoids its Wilson interval.
         ends = interval("" if orders[0].low is None else metric, value, error, n or 1)
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 

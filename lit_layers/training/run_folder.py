@@ -58,7 +58,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     temporary = folder.with_name(f".tmp-{folder.name}")
     with refused(f"cannot write {folder}", "; what was saved before is whole: mend it and go on with --resume last"):
         try:
-            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # folders that a killed save left
+            for leftover in {temporary, *folder.parent.glob(".tmp-step-*")}:  # left behind by interrupted saves
                 shutil.rmtree(leftover, ignore_errors=True)
             temporary.mkdir(parents=True)
             fill(temporary)

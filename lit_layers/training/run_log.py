@@ -236,10 +236,10 @@ LONG = 10.0  # seconds of measuring after which `LongMeasuring` logs, and betwee
 
 
 class LongMeasuring:
-    """A watcher that logs which analysis starts while measuring a step takes long.
+    """A watcher that logs the progress of measuring on slow steps.
 
-    It logs an analysis that starts at least ten seconds after the first analysis of the step and after the last
-    message. Only the first rank logs.
+    It logs the name of an analysis that starts at least ten seconds after the first analysis of the step, and at least
+    ten seconds after the previous message. Only the first rank logs.
     """
 
     def __init__(self) -> None:
