@@ -466,8 +466,8 @@ class PooledStates(Analysis):
 
     `pooled_dimension` is the participation ratio of the centred pooled states (prompts, dim). It is (sum l)^2 / sum l^2
     over the eigenvalues l of their covariance, between 1 and the smaller of prompts - 1 and dim. Intervals come from
-    `num_halves` random halves of the prompts, whose mean is `pooled_dimension_of_half`. Records of means over layers
-    1..L have no `layer`.
+    `num_halves` random halves of the prompts. The mean of `pooled_dimension` over the halves is
+    `pooled_dimension_of_half`. Records of means over layers 1..L have no `layer`.
 
     The states are also written to the run's folder (`lit_layers.records.write_values`), so that checkpoints and seeds
     can be compared later. A prompt whose states are not finite at some layer is left out of the dimension.

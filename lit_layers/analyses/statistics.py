@@ -344,6 +344,6 @@ def half_records(
 
 
 def clip_interval(metric: str, value: float, low: float, high: float) -> tuple[float, float]:
-    """Clip an interval to the metric's range; if `value` lies outside this range, to the range widened to `value`."""
+    """Clip an interval to the metric's range, which is first widened until it includes `value`."""
     row = look_up(metric)
     return max(low, min(row.low, value)), min(high, max(row.high, value))

@@ -152,12 +152,15 @@ class TokenCoupling(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the values of one prompt, and its number of measured tokens.
 
-        Three keys exist for each pair of blocks (l, l') and each table: `means` (k, 3) of coupling, random and excess
-        coupling, `map` (k, tokens, tokens) of couplings, and `undefined`, the number of undefined pairs. For a prompt
-        of one token, the means are NaN.
+        A table holds the couplings between the Jacobians of two blocks l and l', with one entry per pair of tokens.
+        Each entry of the option `tables` names one. Each pair of blocks and table has three values:
 
-        Two keys exist once, for the Jacobians of the blocks l': `gaps` (k, defined Jacobians) holds
-        `functional.min_gap`, and `undefined` (Jacobians,) is True for zero or non-finite Jacobians.
+        - `means` (k, 3): mean coupling, random coupling and excess coupling; NaN for a prompt of one token.
+        - `map` (k, tokens, tokens): the table; NaN for a prompt of fewer than `num_tokens` tokens.
+        - `undefined`: the number of pairs with a zero or non-finite Jacobian.
+
+        All tables share two values for the Jacobians of the blocks l'. `gaps` (k, defined Jacobians) holds
+        `functional.min_gap`. `undefined` (Jacobians,) is True for zero or non-finite Jacobians.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -300,9 +303,10 @@ class _Layer(NamedTuple):
         return cls(index, jacobians, factors, torch.linalg.matrix_norm(jacobians), undefined)
 
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
-        """Return `gaps`, `functional.min_gap` of each defined Jacobian, (k, defined Jacobians), and a mask.
+        """Return two tensors by name, `gaps` and `undefined`.
 
-        The mask `undefined` (jacobians,) is True for undefined Jacobians.
+        `gaps` (k, defined Jacobians) is `functional.min_gap` of each defined Jacobian. `undefined` (jacobians,) is a
+        mask that is True for undefined Jacobians, which are zero or not finite.
         """
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])

@@ -138,12 +138,15 @@ class NextTokenProbe(ProbeAnalysis):
 
     Per layer: `accuracy`, `log_loss` (nats) and `macro_f1` on the test rows whose target is a class. `accuracy_all` is
     over all test rows; rows whose target is not a class count as errors. `coverage` is the share of test rows whose
-    target is a class. Its tags count the classes, the training rows, and the texts left out. If fewer texts exist than
-    were requested, `num_train_wanted` and `num_test_wanted` are the requested numbers. Records tagged `reference` score
-    other predictions on the same test rows. "majority" always predicts the class frequencies in training. For a model
-    that predicts the next token, "lm_head" is its own head over its vocabulary. "lm_head_closed" is the same head
-    limited to the classes, like the probe. Records tagged `control="random_labels"` come from probes fitted to permuted
-    labels.
+    target is a class.
+
+    The tags of the record `coverage` are the numbers of classes, of training rows and of texts left out. If fewer texts
+    exist than were requested, the tags `num_train_wanted` and `num_test_wanted` are the requested numbers.
+
+    Records tagged `reference` score other predictions on the same test rows. "majority" always predicts the class
+    frequencies in training. For a model that predicts the next token, "lm_head" is its own head over its vocabulary.
+    "lm_head_closed" is the same head limited to the classes, like the probe. Records tagged `control="random_labels"`
+    come from probes fitted to permuted labels.
 
     Intervals: Wilson's for shares, bootstrap over test rows for the loss, none for `macro_f1`. With several positions
     per text, the rows are not independent, so all intervals are then bootstrapped over texts. `n` counts rows. A layer

@@ -28,7 +28,8 @@ def vector_bytes(model: LayeredModel, rows: int) -> int:
     return max(torch.finfo(model.dtype).bits // 8, 4) * rows * model.dim * (model.num_layers + 1)
 
 
-# "logistic" finds the optimum at the option `c`. "watch" tunes the penalty of each layer (`fit_watching_probes`).
+# "logistic" finds the optimum for the penalty that the option `c` sets. "watch" tunes the penalty of each layer
+# (`fit_watching_probes`).
 Estimator = Literal["logistic", "watch"]
 
 
@@ -80,9 +81,9 @@ def fit_layer(
 class ProbeAnalysis(Analysis):
     """Linear probes of every layer.
 
-    With `estimator="logistic"`, the probes are the optimum at the option `c`. With "watch", `c` is not
-    used. The penalty of each layer's logistic probe is tuned on held-out rows, and a few steps come near the optimum
-    (`fit_watching_probes`). This takes a fraction of the work.
+    With `estimator="logistic"`, each probe is optimal for the penalty that the option `c` sets. With "watch", `c` is
+    not used. The penalty of each layer's logistic probe is tuned on held-out rows, and a few steps of optimization
+    bring the probe close to the optimum (`fit_watching_probes`). This takes a fraction of the time.
     """
 
     LEAST: ClassVar = {"tolerance": 1e-12, "max_iterations": 1}
