@@ -42,7 +42,7 @@ def parse_command(argv: list[str]) -> list[str]:
 
 
 def run_verb(command: str, rest: list[str]) -> int:
-    """Run one command and return its exit code. An error that the user can mend is printed in one line."""
+    """Run one command and return its exit code. An error that the user can fix is printed in one line."""
     try:
         verb = getattr(importlib.import_module(f"lit_layers.cli.verbs.{command}"), command)
         # `options` is imported here: it takes 0.25 s to load, and `lit-layers --help` does not need it.

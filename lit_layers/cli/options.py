@@ -173,7 +173,8 @@ class RecipeParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         keys = [*self.get_defaults(skip_validation=True).keys(branches=True)]
-        is_verb = self.prog.startswith("lit-layers ")  # otherwise the options of a class, few enough to list
+        # For a command, the message points to its help. The options of a class are few, so the message lists them.
+        is_verb = self.prog.startswith("lit-layers ")
         others = f"see `{self.prog} --help`" if is_verb else f"the keys are {', '.join(keys)}"
         raise InputError(one_sentence(message, keys, ex, others=others)) from ex
 
@@ -396,7 +397,7 @@ def _env_variable(name: str, *default: Any) -> Any:
 
 def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     name = next((each for each in ("api_key", "host", "settings") if kwargs.get(each)), None)
-    # Otherwise the author of a recipe could have the user's API key sent to another server.
+    # Refuse an address or key for a class of Lightning: with it, a recipe could send the user's API key to any server.
     if name and class_type.__module__.startswith("lightning."):
         raise InputError(f"{name}: a recipe names no address and no key: set a variable of {class_type.__name__}")
     _refuse_functions(class_type, kwargs)

@@ -209,7 +209,8 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                if run.trainer.is_global_zero:  # `_closing` then writes the report: a kill may have prevented it
+                # `_closing` writes the report again: it is missing if the process was killed after training.
+                if run.trainer.is_global_zero:
                     run.folder.reopen(point.step)
             else:
                 state = None if point is None else point.state
