@@ -224,7 +224,7 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    # the variants that differ from a plain mean as little as `best`
+    # the variants that differ from those of a plain mean in as few tags as `best` does
     plain = [tags for tags in distinct if plainest([tags, best]) is tags]
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))

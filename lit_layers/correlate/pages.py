@@ -261,8 +261,9 @@ ESTIMATES = {
 def choice_table(tables: LayerTables, findings: LayerFindings) -> Table:
     """Return a table of the scores at chosen layers, with one row per model and rule that chooses layers.
 
-    For each model and metric there are two rules: the smallest and the largest value. The rule with the higher mean
-    score on the other models is bold. The rule that is chosen from all metrics is also bold.
+    For each model and metric there are two rules. One chooses the layer with the smallest value of the metric, the
+    other the layer with the largest. The rule with the higher mean score on the other models is bold. The rule that is
+    chosen from all metrics is also bold.
     """
     groups = []
     for model in findings.models:
