@@ -45,9 +45,10 @@ def draft_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError of the context that names no file, or only the draft of `path` (see `draft_path`).
+    """Add the file name `path` to an OSError raised in the context, if the error names no file.
 
-    Libraries written in Rust raise IO errors of other types. These also become an OSError that names `path`.
+    If the error names a draft of `path` (see `draft_path`), `path` replaces this name. Libraries written in Rust raise
+    IO errors of other types. These also become an OSError that names `path`.
     """
     try:
         yield

@@ -122,7 +122,8 @@ class Hub:
     def __init__(self) -> None:
         from huggingface_hub import HfApi  # this import takes 0.2 s, and a local series does not need it
 
-        # Without this, transformers starts a thread on loading a pickle, which asks the Hub for a safetensors version.
+        # Without this, transformers starts a thread when it loads a pickle. The thread asks the Hub for a safetensors
+        # version.
         os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
         self.api = HfApi()
 
