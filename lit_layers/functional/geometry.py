@@ -165,7 +165,7 @@ PerLayer = Float[Tensor, "*layers"]
 
 @dataclass(frozen=True, eq=False)
 class ConceptAlignment:
-    """Cosines between the differences of word pairs; see `concept_alignment`."""
+    """Cosines between the difference vectors of word pairs; see `concept_alignment`."""
 
     directions: Points  # u_i, of norm 1
     mean: PerLayer
@@ -175,7 +175,7 @@ class ConceptAlignment:
 
     @property
     def gram(self) -> Float[Tensor, "*layers pairs pairs"]:
-        """Cosines between the differences of every two word pairs."""
+        """Cosines between the difference vectors of every two word pairs."""
         return self.directions @ self.directions.mT
 
     @property

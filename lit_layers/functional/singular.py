@@ -19,10 +19,10 @@ from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 # measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12 if half of 1,000
 # values are at s = 1.7e-4 and the others at 1.
 _MIN_SHARE = 3e-8
-# Entropies and ranks allow a lower limit for eigenvalues than singular values do. In them a singular value s has the
-# weight s or s^2, so errors of small values change the result little: an error of EPS / 2s changes the entropy of n
-# values by less than n EPS / 2s log(1 / s). On states of language models, the measured error of the entropy is below
-# 4e-11.
+# The limit for eigenvalues if only entropies and ranks are computed from the singular values. It is lower, because a
+# singular value s has the weight s or s^2 in them, and errors of small values change the result little. An error of
+# EPS / 2s changes the entropy of n values by less than n EPS / 2s log(1 / s). On states of language models, the
+# measured error of the entropy is below 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
 _MIN_TRACE = 1e-200  # a Gram matrix with a smaller trace is not used, because squares of small values underflow
 

@@ -217,8 +217,8 @@ def principal_paths(states: Float[Tensor, "layers tokens dim"], *, undefined: Un
     """Return the states of every layer in the plane of the last layer's first two principal components, in float64.
 
     Mean and axes are those of the last layer's tokens. The sign of each axis is chosen so that its entry of largest
-    magnitude is positive. Unchanged by a translation of all states, and by rotation except for the signs of the axes.
-    Scaling scales the coordinates. States outside the plane are projected onto it.
+    magnitude is positive. States outside the plane are projected onto it. A translation of all states does not change
+    the coordinates. A rotation changes at most their signs. Scaling scales them.
 
     Source: Aubry et al., arXiv 2407.07810, whose axes have no fixed sign.
 

@@ -28,8 +28,8 @@ EDGE = 0.1
 GRID = 300  # largest number of points of a curve drawn at random, with at least 2 per interval between checkpoints
 RETURNED = 0.25  # a curve that ends with at most this share of its largest change does not emerge
 # Let t be the time that a curve drawn at random takes from its half-way point to its last level. The curve has settled
-# if it stays at this level for at least SEEN t. The last level counts as not reached if more than the share OFTEN of
-# the drawn curves have not settled. The first level is judged in the same way.
+# if it stays at this level for at least SEEN times t. The last level counts as not reached if more than the share OFTEN
+# of the drawn curves have not settled. The first level is judged in the same way.
 SEEN, OFTEN = 0.6, 0.1
 # A curve drawn at random jumps in an interval between two checkpoints if its change in each neighbouring interval is at
 # most JUMP times its change in this one.
@@ -125,15 +125,15 @@ def emergence_times(
 
     A curve changes, but does not emerge, if the median over draws of its last (f - f_0) / C is at most 1/4.
 
-    `not_yet` is True if the curve may still be changing at its last checkpoint. This is so if, in more than a tenth of
-    the draws, f stays at its last level (within 0.1 |C|) for less than 0.6 of the time from its half-way point to that
-    level. The time of the plateau is then infinite. If (f - f_0) / C also ends above 0.9 in more than a tenth of the
-    draws, C is not known yet. The time of the peak is then infinite, and the intervals of onset and half-way point have
-    no upper end.
+    `not_yet` is True if the curve may still be changing at its last checkpoint: f stays at its last level (within
+    0.1 |C|) for less than 0.6 t in more than a tenth of the draws. Here t is the time from the half-way point of f
+    until f reaches this level. The time of the plateau is then infinite. If (f - f_0) / C also ends above 0.9 in more
+    than a tenth of the draws, C is not known yet. The time of the peak is then infinite, and the intervals of onset and
+    half-way point have no upper end.
 
-    `before` is True if the curve may already be changing at its first checkpoint and this is not step 0. This is so if,
-    in more than a tenth of the draws, f stays at its first level for less than 0.6 of the time from onset to half-way
-    point. The onset is then 0, and the intervals of onset, half-way point and plateau begin at 0.
+    `before` is True if the first checkpoint is not step 0 and the curve may already be changing there: f stays at its
+    first level for less than 0.6 u in more than a tenth of the draws. Here u is the time from onset to half-way point.
+    The onset is then 0, and the intervals of onset, half-way point and plateau begin at 0.
 
     Args:
         steps: Optimizer steps or tokens: increasing numbers that are not negative, (checkpoints,).
@@ -477,7 +477,7 @@ def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:
 
 
 def coupled_draws(draws: Array, estimates: Array, rng: np.random.Generator) -> Array:
-    """Reorder the draws (draws,) of a time so that they correlate with its bootstrap estimates (draws,).
+    """Reorder the draws (draws,) of an emergence time so that they correlate with its bootstrap estimates (draws,).
 
     Curves of the same prompts share their bootstrap samples, so their reordered draws correlate as well. Other
     uncertainty, such as the course of a curve between checkpoints, is independent between curves.

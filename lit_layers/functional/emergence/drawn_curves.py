@@ -42,7 +42,8 @@ BATCH = 2**17  # largest number of entries of an array in one batch: 1 MB
 # The steps (sudden changes in level) that are tried first: number of locations, and widths as shares of the length of
 # the axis.
 LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
-SPLIT = 12  # number of curves that a round refines: in total for curves with two steps, of each shape for one step
+# Each round refines SPLIT pairs of two steps, and SPLIT single steps of each shape.
+SPLIT = 12
 DECIMALS = 6  # log-evidences are compared after rounding to this many decimals: smaller differences are rounding errors
 
 
@@ -169,7 +170,7 @@ class Pairs:
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return the indices of the pairs with the largest evidence: `SPLIT` for each shape of the second step."""
+        """Return the indices of the `SPLIT` pairs with the largest evidence, for each shape of the second step."""
         shape = self.steps.shape[self.index[1]]
         groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
@@ -447,7 +448,7 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
 
 
 def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, Array, Array]:
-    """Return what `mean_curves` needs and what does not depend on the values of a curve.
+    """Return the quantities in `mean_curves` that do not depend on the values of a curve.
 
     Symbols are those of the module docstring. With r the whitened values, two steps add to the log-evidence of a
     process (e_1'r)^2 + (e_2'r)^2 + constant.

@@ -552,7 +552,7 @@ def sum_heads(values: Tensor, heads: int) -> Tensor:
 
 
 def _check_point(single: Tensor, expected: Tensor) -> None:
-    """Raise `Unsupported` if a query, key or value of a token alone (`single`) is not the one in its prompt."""
+    """Raise `Unsupported` if a query, key or value of a token alone (`single`) differs from that in its prompt."""
     tolerance = 1e-3 if single.dtype == torch.float32 else 1e-6
     if float((single.detach() - expected).norm()) > tolerance * float(expected.norm()):
         raise Unsupported("before its attention it does not treat a token alone as within its prompt")

@@ -290,12 +290,13 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
 def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobians: Tensor) -> float:
     """Return the largest relative error of `jacobians` against the block's own derivative.
 
-    Compares a random combination of rows, r' J with a random vector r, for each input token. The error that rounding
-    explains is subtracted. The remaining error is divided by a norm of r' J: with or without the skip connection,
-    whichever is smaller. Otherwise the identity in J could hide errors of a block with small derivatives.
+    With r a random vector, r' J is computed for each input token from `jacobians` and by backpropagation through the
+    block. The error is the norm of the difference, minus the part that rounding explains. It is divided by the norm of
+    r' J with or without the skip connection, whichever is smaller. Otherwise the identity in J could hide errors of a
+    block with small derivatives.
 
     The cost is one forward pass on the first prompt, and one backward pass each for its first and last output token.
-    NaN if the block's own derivative is not finite.
+    The result is NaN if the block's own derivative is not finite.
     """
     batch, tokens, dim = hidden.shape
     first = torch.zeros(1, dtype=torch.int64, device=hidden.device)
@@ -323,7 +324,7 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
 
 
 def _same_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor) -> Tensor:
-    """Return the Jacobians (pairs, dim, dim) of output tokens with respect to the input tokens at their positions.
+    """Return the Jacobians (pairs, dim, dim) of output tokens with respect to the input tokens at the same positions.
 
     `pairs` (3, pairs) has a prompt, an output position and an equal input position in each column.
     """

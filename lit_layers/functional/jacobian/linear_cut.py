@@ -244,7 +244,7 @@ class CutBlock:
             self._push(pending, node.input, self.links[leaf], (by_token @ jacobians).transpose(0, 1))
 
     def _push(self, pending: dict[int, Tensor], output: Tensor, links: Sequence[Link], cotangents: Tensor) -> None:
-        """Multiply the cotangents of `output` by its Jacobian for the leaf of each link, and add to `pending[leaf]`."""
+        """Add the product of the cotangents and d `output` / d leaf to `pending[leaf]`, for each leaf in `links`."""
         others = [link.leaf for link in links if link.slopes is None]
         for link in links:
             if link.slopes is not None:

@@ -494,7 +494,7 @@ class _Discriminant:
 
 
 class _Choice(NamedTuple):
-    """The best discriminant on held-out rows: its log-loss, penalty and shrinkage, and the factor of its scores."""
+    """The best discriminant on held-out rows; `loss` is its log-loss on them, and `factor` multiplies its scores."""
 
     loss: float
     penalty: float
@@ -578,7 +578,7 @@ def best_factor(
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Return whether the log-loss still falls as the factor grows, so that the best factor is larger."""
+        """Return whether the log-loss of softmax(prior + factor scores) still falls as `factor` grows."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
     low, high = -8.0, 4.0  # log2 of the smallest and the largest factor
