@@ -230,10 +230,10 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
-    """Return the last measurement of each step, failed or not, with the settings whose curves are drawn.
+    """Return the last measurement of each step, failed or not, with the settings whose curves are plotted.
 
     Settings are the options and data of an analysis. By default, the rule in the docstring of this module chooses the
-    settings of each analysis. `settings` names one or several to draw instead, for the analyses that were measured with
+    settings of each analysis. `settings` names one or several to plot instead, for the analyses that were measured with
     them. `all` returns the measurements of all settings.
 
     Raises:
@@ -245,7 +245,10 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
 def split_shown(
     measurements: Iterable[Measurement], settings: Settings = ()
 ) -> tuple[list[Measurement], list[Measurement]]:
-    """Return two lists: the measurements that are drawn (see `shown`), and the last ones of all other settings."""
+    """Return two lists of measurements: those to plot (see `shown`), and those with other settings.
+
+    Both lists have only the last measurement of each run, step, analysis and settings.
+    """
     measurements, asked = drop_abandoned(measurements), [settings] if isinstance(settings, str) else [*settings]
     if ALL in asked:
         return latest(measurements), []
@@ -336,7 +339,7 @@ def logged_name(measurement: Measurement, plain: dict[tuple[str, str], str]) -> 
 
 
 def _chosen(steps: Mapping[str, set[int]], asked: Sequence[str], written_last: str) -> str:
-    """Return the settings (options and data) of an analysis whose curves are drawn.
+    """Return the settings (options and data) for which the curves of an analysis are plotted.
 
     These are the settings that `asked` names. By default they are the settings with the most measured steps, or
     `written_last`, the settings measured last, if no measurement has a step. `steps` maps settings to measured steps.

@@ -67,7 +67,8 @@ class Target:
 class Published:
     """One or several numbers printed in a paper, and where to find the measured number to compare each with.
 
-    Several printed numbers differ in the run, the optimizer step, the layer, or the value of a tag or column (`over`).
+    If there are several numbers, each belongs to another run, optimizer step, layer, or value of a tag or column.
+    `over` says which of these it is.
 
     Args:
         what: the quantity in words.

@@ -301,9 +301,9 @@ class ScalarLog:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def truncate(self, offset: int) -> None:
-        """Drop the values not yet written, and all rows after byte `offset`, an earlier value of the property `offset`.
+        """Drop the values not yet written, and all rows after byte `offset`.
 
-        A file that was deleted is not created again.
+        The argument is an earlier value of the property `offset`. A file that was deleted is not created again.
 
         Raises:
             InputError: the file is shorter than `offset`, or no row ends there.

@@ -181,7 +181,8 @@ def duration(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------ provenance
 
 _LONG_HASH = re.compile(r"\b[0-9a-f]{32,}\b")
-_DIGITS, _FILES = 12, 2  # in a table: digits of a long hash; most files of a checkpoint that are listed by name
+# In a table, a long hash is shortened to _DIGITS digits. More than _FILES files of a checkpoint are only counted.
+_DIGITS, _FILES = 12, 2
 
 
 def provenance(run: RunData) -> dict[str, Any]:

@@ -172,7 +172,8 @@ def full_float32_precision() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends = (mkldnn.conv, mkldnn.rnn, mkldnn.matmul, cuda.matmul, cudnn.conv, cudnn.rnn)
     before, older = [backend.fp32_precision for backend in backends], older_precision()
-    if older:  # set the older interface too, because reading it raises if the two disagree
+    # Set torch's older interface as well: reading it raises an error if `fp32_precision`, the newer one, disagrees.
+    if older:
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = False
     for backend in backends[:2] if older else backends:

@@ -1,4 +1,4 @@
-"""Export of a model cut after a layer, with probe, tokenizer and README.md, and loading it as a classifier."""
+"""Export a model, cut after a layer, with its probe, tokenizer and README.md, and load it as a classifier."""
 
 import json
 import re
@@ -239,7 +239,7 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """Facts about an exported model that its README.md shows, the model card."""
+    """Facts about an exported model, shown in its model card (README.md)."""
 
     source: str  # name of the model on the Hub, or a folder
     choice: Choice
