@@ -81,7 +81,7 @@ class Metric:
 
     @property
     def compared(self) -> str:
-        """Title of the metric where it is drawn for comparison with another."""
+        """Title of the metric in a figure where it serves as the baseline of another metric."""
         return self.as_baseline or self.title
 
     @property

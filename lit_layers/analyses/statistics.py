@@ -298,9 +298,9 @@ def layer_records(
     """Yield a record per layer, and one of the mean over layers 1..L.
 
     `values` is (layers + 1,) and `halves`, the values of random halves of the prompts, (layers + 1, halves). A layer
-    whose value is NaN has no record. If it is one of 1..L, the mean is NaN, and its tag `num_undefined_layers` counts
-    such layers. `counted` maps the name of a tag to one flag per layer. In each record, the tag counts the flagged
-    layers that the record is computed from.
+    whose value is NaN has no record. If a layer of 1..L is NaN, so is the mean, and the tag `num_undefined_layers` of
+    the mean's record counts these layers. `counted` maps the name of a tag to one flag per layer. In each record, the
+    tag counts the flagged layers that the record is computed from.
     """
     undefined = values.isnan()
     rows: list[Any] = [(layer, [layer]) for layer in (~undefined).nonzero()[:, 0].tolist()]

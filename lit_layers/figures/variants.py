@@ -240,10 +240,10 @@ def _random_level(frame: pd.DataFrame, metric: str, analysis: str | None) -> flo
 
 
 def lines_of(points: Iterable[Point], variants: Sequence[str], number: str) -> dict[str, list[Point]]:
-    """Return the points of these variants (orders of blocks) that have a `number`, by the name of their line.
+    """Return the points of these variants (orders of blocks) as one line per variant, by the name of the line.
 
-    `number` is "middle" or "layer". `looped_parallel` is reduced to one number of loops: three, or the nearest measured
-    number.
+    `number` is the tag on the x axis: "middle" (number of changed middle blocks) or "layer". Points without this tag
+    are left out. The variant `looped_parallel` shows only one number of loops: three, or the nearest measured number.
     """
     kept = [p for p in points if p.tags["variant"] in variants and p.index(number) is not None]
     loops = usual_loops(p.tags for p in kept)

@@ -208,10 +208,10 @@ def variants_of(options: Any, model: LayeredModel, prefix: str = "") -> list[Var
 class SharedPrefixes:
     """The final states of a batch under each of many schedules (orders of blocks).
 
-    The states equal those of the model in `running_order`. Blocks at the start that several schedules share run only
-    once, and equal schedules run only once. If a schedule begins as the original order does (blocks 1, 2, ...), these
-    blocks do not run: their states are taken from the model's ordinary forward pass. Only the states along the current
-    schedule are in memory.
+    The states equal those that the model computes inside the context manager `running_order`. Blocks at the start that
+    several schedules share run only once, and equal schedules run only once. If a schedule begins as the original order
+    does (blocks 1, 2, ...), these blocks do not run: their states are taken from the model's ordinary forward pass.
+    Only the states along the current schedule are in memory.
 
     Raises:
         TypeError, ValueError: if a schedule does not fit `num_blocks` blocks.

@@ -132,7 +132,7 @@ def shapes(
     heat maps, and a metric that only has values of the whole model has no figure.
     """
     table: Any = part
-    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # fewer rows make the code below faster
+    table = table[table["metric"].isin([metric, look_up(metric).baseline])]  # for speed
     unplaced = table[table[table.columns.intersection(records.AXES)].isna().all(axis=1)]
     rows, levels = tables.rows_of(table, metric), tables.rows_of(table, look_up(metric).baseline or "")
     runs = {run: rows[rows["run"] == run] for run in rows["run"].unique()} if comparing else {"": table}

@@ -45,7 +45,9 @@ STRANGERS, FASTER = 0.15, 5.0
 # runs have at most 1.6.
 JUMP = 5.0
 FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, divided by the median over all tensors
-OUTSIZED = 100.0  # limit of a matrix's norm over the larger norm at its neighbours; a flipped exponent bit exceeds it
+# Limit of a matrix's norm divided by its norm at the checkpoint before or after it, whichever norm is larger. A flipped
+# exponent bit exceeds this limit.
+OUTSIZED = 100.0
 SEVERAL = 16  # smaller tensors are not compared, because few values may be equal by chance
 # Consecutive checkpoints may be equal without a fault if they differ from the checkpoint before or after them in less
 # than this share of the values.

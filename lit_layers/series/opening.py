@@ -149,9 +149,9 @@ class HubRevisions(Series):
         )
 
     def _branches(self, hub: Hub, known: str | list[str] | None) -> tuple[list[_Step], Source | None]:
-        """Return each branch that is a step, with its source, and the source of the branch `main`.
+        """Return the branches that hold a checkpoint, each with its source, and the source of the branch `main`.
 
-        `known` is the grammar that the manifest gives for the names of branches, or a list of several.
+        `known` is the grammar (pattern) of branch names that the manifest gives, or a list of grammars.
         """
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}

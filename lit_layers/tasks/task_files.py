@@ -256,7 +256,8 @@ class TaskFiles:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the official name of each column to the option that the error for a missing column names.
+            columns: Maps the official name of each column to an option. If the column is missing, the error message
+                contains this option.
 
         Raises:
             InputError: A file or column is missing, or a file is damaged.

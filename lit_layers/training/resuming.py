@@ -131,8 +131,8 @@ class ResumeCheckpoint(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # Replace Lightning's handler of SIGTERM, which starts a collective operation as soon as the signal arrives. If
-        # a rank is inside another one, or the signal reaches the ranks one after the other, they would wait for each
-        # other forever.
+        # one rank is inside another collective operation, or the signal reaches the ranks at different times, the ranks
+        # would wait for each other forever.
         self._stopping, connector = False, cast("Any", trainer)._signal_connector
         connector._sigterm_notifier_fn = self._note_signal
         strategy: Any = trainer.strategy
@@ -206,7 +206,7 @@ class ResumeCheckpoint(L.Callback):
         checkpoint[SHARDED] = shards_weights(trainer.strategy)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Recompute the number of batches so far, as this run may accumulate another number of batches per step.
+        # Recompute the number of batches so far, as this run may accumulate a different number of batches per step.
         # Otherwise, the first step could get too few batches.
         batches = checkpoint["global_step"] * trainer.accumulate_grad_batches
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]

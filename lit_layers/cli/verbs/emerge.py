@@ -36,7 +36,7 @@ def emerge(
         where: use only curves with this value of a tag, or of a column of a table: --where.NAME=VALUE
         seeds: the runs repeat one training with different seeds: also find times for the mean curves over all seeds
         axis: unit of the time axis: optimizer steps or tokens
-        confidence: confidence level of the intervals, and of the test whether a curve emerges
+        confidence: confidence level of the intervals, and of the test for emergence
         settings: which settings (options, data) to use if an analysis was measured with several: see --settings of
             `lit-layers report`
         allow_suspect: also use checkpoints that the audit of their series found suspect

@@ -296,8 +296,8 @@ def _products(first: Array, second: Array) -> Array:
 def _schur(diag: Sequence[Array], cross: Array, prior: Any) -> tuple[Array, Array]:
     """Return slope = cross / diag_1 and the Schur complement diag_2 - slope cross, which is at least `prior`.
 
-    The heights of two steps have a precision matrix with the diagonal `diag` and the off-diagonal entry `cross`.
-    `prior` is the prior precision of a height.
+    A step is a sudden change of a curve's level, by its height. The heights of two steps have a precision matrix with
+    the diagonal `diag` and the off-diagonal entry `cross`. `prior` is the prior precision of a height.
     """
     slope = cross / diag[0]
     # In exact arithmetic this is never below `prior`. For two nearly equal steps the difference is mostly rounding,

@@ -272,7 +272,7 @@ class Attention:
     # (picked, heads, tokens).
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     matmuls: tuple[int, int] | None  # which of the block's products give scores and output; None if fused
-    pattern: Callable[[int], Tensor]  # from a prompt index, return p of all its tokens, (heads, queries, keys)
+    pattern: Callable[[int], Tensor]  # softmax weights p of a prompt, given its index, (heads, queries, keys)
 
     def expansion(self, prompts: Tensor, pos: Tensor) -> "Expansion":
         p, w = self.weights(prompts, pos)
