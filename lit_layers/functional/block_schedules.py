@@ -211,7 +211,7 @@ class Variant:
     middle: int | None = None  # the number of blocks in the middle
     loops: int | None = None  # for looped_parallel
     seed: int | None = None  # for random: the seed of the order of the middle blocks
-    block: int | None = None  # for skip_one and repeat_one; for switch, the first of the two blocks
+    block: int | None = None  # the block that is skipped or repeated; for switch, the first of the two swapped blocks
 
     @property
     def tags(self) -> dict[str, str | int | float]:
@@ -282,10 +282,10 @@ def variants(
 
 
 def _one_middle(name: str, num_blocks: int, start: int, seeds: Sequence[int], loops: Sequence[int]) -> list[Variant]:
-    """Return the schedules of one function that changes the middle, for one `start`.
+    """Return the variants called `name`, which change the middle blocks `start + 2` to `num_blocks - start`.
 
-    `random` has one schedule for each seed, and `looped_parallel` one for each number of loops. Every other function
-    has a single schedule.
+    `random` has one variant for each seed, and `looped_parallel` one for each number of loops. Every other name has a
+    single variant.
     """
     options: list[dict[str, int]] = [{}]
     if name == "random":

@@ -124,7 +124,7 @@ def distance_correlation(x: Values, y: Values) -> float:
 
 
 def distance_null(x: Values, y: Values, *, permutations: int = 1000, seed: int = 0) -> tuple[float, float]:
-    """Return the mean distance correlation after shuffling y, and the permutation p-value of the unshuffled columns.
+    """Return the mean distance correlation of x and a shuffled y, and the permutation p-value for x and y themselves.
 
     Raises: the errors of `distance_correlation`.
     """
@@ -258,7 +258,7 @@ def _varying_columns(x: Values, y: Values, fewest: int = 3) -> tuple[NDArray[np.
 def _centered(name: str, column: NDArray[np.float64]) -> NDArray[np.float64]:
     if (column == column[0]).all():
         raise UndefinedError(f"a correlation is undefined: {name} is {column[0]:g} in every row")
-    # Subtract the first value first, because the mean of large numbers has a rounding error.
+    # Subtract the first value before the mean is computed: the mean of large numbers has a large rounding error.
     shifted = column - column[0]
     return shifted - shifted.mean()
 
@@ -343,9 +343,11 @@ class Estimate(NamedTuple):
 
 
 class LayerCorrelation(NamedTuple):
-    """A correlation coefficient over layers.
+    """The correlation over layers of a metric and task scores, for all tasks together.
 
-    `undefined` holds the indices of the tasks that have no coefficient. The mean over tasks leaves them out.
+    `form` "per_task_mean" is the mean over tasks of one coefficient for each task. "of_task_means" is the coefficient
+    of the mean metric and the mean score over tasks. `undefined` holds the indices of tasks whose metric or scores are
+    equal at all layers. These tasks have no coefficient, and the mean leaves them out.
     """
 
     form: Form

@@ -1,1 +1,1 @@
-"""Whether and when a curve over training steps emerges, from random curves drawn given its noisy values."""
+"""Decide whether and when a metric emerges in training, from random curves drawn through its noisy values."""

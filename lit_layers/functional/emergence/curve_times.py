@@ -25,14 +25,14 @@ FEWEST_CHECKPOINTS, MOST_CHECKPOINTS = 6, 1000
 # A curve has left its first level once it differs from this level by the share EDGE of its largest change. It has
 # reached its last level once it stays within the same distance of the last level.
 EDGE = 0.1
-GRID = 300  # largest number of points of a curve drawn at random, with at least 2 per interval between checkpoints
+GRID = 300  # most points at which a random curve is computed; more if there must be 2 per interval between checkpoints
 RETURNED = 0.25  # a curve that ends with at most this share of its largest change does not emerge
-# Let t be the time that a curve drawn at random takes from its half-way point to its last level. The curve has settled
-# if it stays at this level for at least SEEN times t. The last level counts as not reached if more than the share OFTEN
-# of the drawn curves have not settled. The first level is judged in the same way.
+# Let t be the time that a random curve takes from its half-way point to its last level. The curve has settled if it
+# stays at this level for at least SEEN times t. The last level counts as not reached if more than the share OFTEN of
+# the random curves have not settled. The first level is judged in the same way.
 SEEN, OFTEN = 0.6, 0.1
-# A curve drawn at random jumps in an interval between two checkpoints if its change in each neighbouring interval is at
-# most JUMP times its change in this one.
+# A random curve has a jump in an interval between two checkpoints if its change in each neighbouring interval is at
+# most JUMP times its change in this interval.
 JUMP = 0.15
 FLAT_CURVES = 999  # number of simulated flat curves for each kind of noise
 CORRELATIONS = (0.0, 0.3, 0.7, 0.9)  # lag-1 correlations of the kinds of noise
@@ -59,7 +59,7 @@ class EmergenceTimes:
     its first value, `changes` is True but `emerges` is False. `before` is True if the curve may already be changing at
     its first checkpoint, `not_yet` if it may still be changing at its last checkpoint. `num_checkpoints` is the number
     of checkpoints with a value, `num_gaps` the number of checkpoints without a value. `halfway_draws` (draws,) are the
-    half-way points, in steps, of random curves drawn given the values. It is empty if the curve is flat.
+    half-way points, in steps, of random curves drawn through the values. It is empty if the curve is flat.
     """
 
     emerges: bool
@@ -414,10 +414,10 @@ def _levels(confidence: float) -> Array:
 def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.random.Generator) -> list[Array]:
     """Return times (draws,) of drawn curves, with each time at a jump moved to a random position within the jump.
 
-    A curve jumps if it changes far more between two checkpoints than in the neighbouring intervals. The `values`
-    (draws, checkpoints) do not determine where between the two checkpoints it jumps. A drawn jump with some width never
-    lies near one of the checkpoints, because it would change the value there. Without this function, the times would
-    therefore avoid the checkpoints.
+    A curve jumps if it changes far more between two checkpoints than in the neighbouring intervals. Its `values`
+    (draws, checkpoints) do not determine where between the two checkpoints it jumps. But a drawn curve takes some time
+    for its jump. If the jump were close to a checkpoint, the value at this checkpoint would change. Drawn jumps are
+    therefore never close to checkpoints. This function makes all positions between the two checkpoints equally likely.
     """
     moved, row = np.pad(np.abs(np.diff(values)), ((0, 0), (1, 1))), np.arange(len(values))
     share, found = rng.random(len(values)), []
@@ -429,13 +429,14 @@ def _spread_jumps(times: Sequence[Array], values: Array, x: Array, rng: np.rando
 
 
 def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tuple[Array, ...]:
-    """Return onset, half-way point, peak and plateau of each drawn curve on the axis of `grid`, and its end, (draws,).
+    """Return onset, half-way point, peak, plateau and final change of each drawn curve, each (draws,).
 
-    The end is the change from the first to the last point, divided by the largest change C.
+    The first four are positions on the axis of `grid`. The final change is the difference between the last and the
+    first point of the curve, divided by its largest change C (see `emergence_times`).
     """
     row, last = np.arange(len(drawn)), len(grid) - 1
     risen = drawn - drawn[:, :1]
-    # C is the largest change at a checkpoint. Between checkpoints drawn curves overshoot, most in wide intervals.
+    # C is the largest change at a checkpoint. Drawn curves overshoot in between, most of all in wide intervals.
     at_checkpoints = risen[:, checkpoints]
     change = at_checkpoints[row, np.abs(at_checkpoints).argmax(1)]
     change = np.where(change == 0, 1e-300, change)
@@ -467,7 +468,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     )
 
 
-# Replicates of a curve: the errors of their mean, and bootstrap samples of them.
+# Replicates of a curve: bootstrap samples of the replicates, and the covariance of the mean of the replicates.
 
 
 def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:

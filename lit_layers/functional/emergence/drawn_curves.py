@@ -1,4 +1,4 @@
-"""Curves drawn given noisy values of one curve: Gaussian processes of many length scales, with and without steps.
+"""Random curves through noisy values of a curve: Gaussian processes of many length scales, with and without steps.
 
 A Gaussian process is equally smooth everywhere. A metric that emerges in training is flat, changes within a few
 checkpoints or has a sharp bend, and is flat again. One step (a sudden change in level), added to the process, models
@@ -42,7 +42,7 @@ BATCH = 2**17  # largest number of entries of an array in one batch: 1 MB
 # The steps (sudden changes in level) that are tried first: number of locations, and widths as shares of the length of
 # the axis.
 LOCATIONS, WIDTHS = 80, np.geomspace(0.001, 0.07, 5)
-# Each round refines SPLIT pairs of two steps, and SPLIT single steps of each shape.
+# Each round refines the SPLIT likeliest pairs of two steps, and the SPLIT likeliest single steps of each shape.
 SPLIT = 12
 DECIMALS = 6  # log-evidences are compared after rounding to this many decimals: smaller differences are rounding errors
 
@@ -112,7 +112,7 @@ class Steps(NamedTuple):
     def split(self) -> "Steps":
         """Return nine finer steps for each step, one for each part of its cell.
 
-        The cell is the range of locations and log widths that the step represents. Both ranges are divided in 3.
+        The cell is the range of locations and log widths that the step represents. Both are divided into three parts.
         """
         parts = []
         for along, across in itertools.product((-1 / 3, 0, 1 / 3), repeat=2):
@@ -144,7 +144,7 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Log of the prior probability of each pair, without the power `TEMPER`.
+        """Log of the prior probability of each pair, before it is raised to the power `TEMPER`.
 
         Curves with no step, with one step and with two steps are equally likely. The probability of a pair of two steps
         is doubled, because only one of the two orders of its steps is in the list.
@@ -161,16 +161,20 @@ class Pairs:
         return Pairs(_joined(self.steps, other.steps), index)
 
     def split(self, side: int) -> "Pairs":
-        """Return nine pairs for each pair: its step `side` (0 or 1) is replaced by each of nine finer steps.
+        """Return nine pairs for each pair of steps: step `side` (0 or 1) is replaced by each of the nine parts of it.
 
-        `Steps.split` makes the finer steps. In the new pairs, the finer step comes second.
+        `Steps.split` makes the parts, which are steps with nearby locations and widths. In each new pair, the part is
+        the second step, and the step that was not replaced is the first.
         """
         parts = self.steps.select(self.index[side]).split()
         other = np.tile(self.index[1 - side], 9)
         return Pairs(_joined(self.steps, parts), np.stack([other, len(self.steps.shape) + np.arange(len(other))]))
 
     def likeliest(self, evidence: Array) -> NDArray[np.intp]:
-        """Return the indices of the `SPLIT` pairs with the largest evidence, for each shape of the second step."""
+        """Return the indices of the likeliest pairs of steps: `SPLIT` pairs for each shape of the second step.
+
+        The shapes are those in `SHAPES`, except "no step". `evidence` holds the log-evidence of each pair.
+        """
         shape = self.steps.shape[self.index[1]]
         groups = [np.flatnonzero(shape == kind) for kind in range(1, len(SHAPES))]
         return np.concatenate([mine[likeliest(evidence[mine], SPLIT)] for mine in groups])
@@ -244,12 +248,15 @@ class _Processes:
         return (self.whitening[rows].reshape(-1, n) @ columns).reshape(-1, n, columns.shape[1])
 
     def base_evidence(self, white: Array, rows: slice = slice(None)) -> Array:
-        """Return the log-evidence of models without a step for each column of whitened values, (processes, columns)."""
+        """Return the log-evidence of each Gaussian process without steps, (processes, columns).
+
+        Each column of `white` (processes, n, columns) holds the whitened values of one curve.
+        """
         # The density of the values without its factor (2 pi)^(-n / 2), which is the same for every model.
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Return the log-evidence of values `y` (n,) for each process and pair of steps, (processes, pairs).
+        """Return the log-evidence of values `y` (n,) for each Gaussian process and pair of steps, (processes, pairs).
 
         The log of the prior probability of the pair is added.
         """
@@ -271,9 +278,10 @@ class _Processes:
         return evidence
 
     def most_evidence(self, x: Array, y: Array, steps: Steps, firsts: NDArray[np.intp]) -> Array:
-        """Return the log-evidence of each pair of a step in `firsts` and any step, (firsts, steps).
+        """Return the largest log-evidence over the Gaussian processes for each pair of steps, (firsts, steps).
 
-        Each is the largest over the processes. Unlike in `evidence`, the prior of the pair is not included.
+        `firsts` are the indices of the possible first steps. The second step is any of `steps`. The log of the prior
+        probability of the pair is not added, unlike in `evidence`.
         """
         columns = steps.values(x)
         most = np.full((len(firsts), columns.shape[1]), -np.inf)
@@ -362,11 +370,12 @@ def _drawn_heights(
     y: Array,
     normals: Array,
 ) -> tuple[tuple[Array, Array], Array]:
-    """Return random heights of the two steps of each drawn curve, and the whitened values minus these steps.
+    """Return random heights of the two steps of each drawn curve, and the values that remain without these steps.
 
-    A step is a sudden change in the level of the curve. The heights are (draws,) each, the difference is (n, draws).
-    `owner` is the index of each drawn curve's process. `normals` (2, draws) are the standard normal numbers to use,
-    first for the second step, then for the first step.
+    A step is a sudden change in the level of the curve. The heights of the first steps and those of the second steps
+    are (draws,) each. The remaining values (n, draws) are the whitened values minus the whitened steps. `owner` is the
+    index of the Gaussian process of each drawn curve. `normals` (2, draws) are the standard normal numbers to use:
+    row 0 for the second step, row 1 for the first step.
     """
     columns, white, shapes = pairs.steps.values(x), np.empty((len(x), len(owner))), np.empty((len(x), 2, len(owner)))
     for row, mine in slices.items():
@@ -411,7 +420,7 @@ def _condition_(
 
 
 def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
-    """Return the mean curve given each row of `values`, (samples, grid): the mean of what `draw_curves` would draw.
+    """Return the mean of the curves that `draw_curves` would draw for each row of `values`, (samples, grid).
 
     Each row of `values` (samples, points) is the same curve in another bootstrap sample. Gaussian processes and steps
     that are unlikely given the mean of all rows are left out. This is accurate enough, because the results only decide
@@ -433,7 +442,8 @@ def mean_curves(x: Array, values: Array, noise: Array, grid: Array) -> Array:
     weight = _weights(evidence, pairs)
     # Multiply every term by the weight of its model. The sums over models below are then weighted means.
     along *= np.tile(weight, (1, 2, 1))
-    # The sum of 2 e (e'r) over the two directions e of a pair is the mean of its steps, given the whitened values r.
+    # Subtract the mean of the two steps from the whitened values r. Given r, this mean is the sum of 2 e (e'r) over the
+    # directions e_1 and e_2 of the pair of steps. The factor 2 is there because each e contains 1 / sqrt(2).
     left_over = white * weight.sum(1)[:, None] - 2 * (directions @ along)
     stacked = along.reshape(2 * count, num_pairs, sets).transpose(1, 0, 2)
     heights = (to_heights @ stacked).reshape(both, sets)
@@ -456,8 +466,8 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
     - Directions (processes, n, 2 x pairs): e_1 = d_1 / sqrt(2 diag_1) of all pairs, then
       e_2 = (d_2 - slope d_1) / sqrt(2 schur) of all pairs.
     - The constant, (processes, pairs): -log(diag_1 schur / prior^2) / 2 plus the log prior probability of the pair.
-    - A matrix for each pair, (pairs, 2, processes x 2). It maps e_1'r and e_2'r of all processes, each times the weight
-      of its model, to the mean heights of the two steps.
+    - A matrix for each pair, (pairs, 2, processes x 2). Multiply e_1'r and e_2'r of each process by the weight of the
+      process with this pair. The matrix maps these 2 x processes numbers to the mean heights of the two steps.
     """
     shapes, prior = processes.whiten(pairs.steps.values(x)), processes.step_height[:, None] ** -2
     first, second = (shapes.take(index, 2) for index in pairs.index)
@@ -474,11 +484,12 @@ def _directions(processes: _Processes, pairs: Pairs, x: Array) -> tuple[Array, A
 
 
 def _candidates(x: Array, y: Array, noises: Sequence[Array], splits: int) -> tuple[_Processes, Pairs, Array]:
-    """Return the models that may explain a curve, and the evidence of each, (processes, pairs).
+    """Return Gaussian processes and pairs of steps that may explain a curve, and their log-evidence (processes, pairs).
 
-    A model is a Gaussian process plus zero, one or two steps (sudden changes in level). Models with two steps are last
-    in the list of pairs. Values with small errors determine the width of a step to a few percent, more closely than
-    the first grid of widths. The likeliest steps are therefore replaced by finer ones in `splits` rounds.
+    A model of the curve is one process plus one pair of steps (sudden changes in level). A pair may also stand for one
+    step or for none. Pairs of two real steps come last. Values with small errors determine the width of a step to a few
+    percent, more closely than the first grid of widths. In each of `splits` rounds, the likeliest steps are therefore
+    replaced by steps with nearby locations and widths.
     """
     processes, steps = _processes(x, y, noises), Steps.from_axis(x)
     pairs = Pairs(steps, np.stack([np.zeros(len(steps.shape), dtype=np.intp), np.arange(len(steps.shape))]))
