@@ -271,7 +271,7 @@ class Analysis(ABC):
 
 
 def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
-    """Stack the values (..., prompts) that all layers have under a key to one tensor (layers + 1, ..., prompts)."""
+    """For each key, stack the values (..., prompts) of all layers into one tensor (layers + 1, ..., prompts)."""
     return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 

@@ -192,8 +192,8 @@ class Invariance(Analysis):
     ) -> Iterator[Record]:
         """Yield all records.
 
-        `by_layer` maps the index of each measured layer to a list per metric: the value of all prompts, then the
-        values of random halves.
+        `by_layer` maps the index of each measured layer to a list per metric. The first entry is the value over all
+        prompts, and the others are the values over random halves of the prompts.
         """
         views = self.views
         num_texts = len(views.texts[0])
@@ -335,9 +335,10 @@ class PromptStudies(Analysis):
                     yield from summarize_layers("prompt_entropy", values, tags=tags | self.tags_of("states"))
 
     def _changed(self, model: LayeredModel, study: Study, first: int, batch: Batch) -> Iterator[tuple[float, Batch]]:
-        """Yield every level of a study (a probability or a length) with the batch changed to that level.
+        """Yield each level of a study with the changed batch.
 
-        `first` is the index of the first prompt of the batch.
+        The level is the probability that a token is replaced, or the length to which texts are cut. `first` is the
+        index of the first prompt of the batch.
         """
         ids = batch["input_ids"]
         mask = batch.get("attention_mask", torch.ones_like(ids)).bool()

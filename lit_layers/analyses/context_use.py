@@ -201,9 +201,9 @@ def _head_means(metric: str, blocks: Sequence[Tensor], tags: Tags) -> Iterator[R
 class InContext(Analysis):
     """Gain from context: `in_context_score`, the loss at token `late` minus the loss at token `early`.
 
-    The score is in nats and averaged over texts, with an interval. It is 0 for a model that makes no use of context, as
-    before training, and negative if context helps. Texts that end before `late` are counted in `num_undefined`. It only
-    costs the readout of two tokens per text, in addition to the forward pass that analyses share.
+    The score is in nats and averaged over texts, with an interval. It is negative if context helps, and 0 for a model
+    that does not use context, such as an untrained one. Texts that end before `late` are counted in `num_undefined`.
+    The cost is the readout of two tokens per text, in addition to the forward pass that analyses share.
 
     Source: Olsson et al. 2022, in-context learning score, at tokens 50 and 500.
 

@@ -100,8 +100,8 @@ class Coupling(Analysis):
             raise InputError(f"{self.name}: {type(model.model).__name__} has no {token}: choose another token")
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
-        # The most entries of Jacobians at once. In float32 they take 32 MB on a CPU (one prompt of GPT-2 small, 12 x
-        # 768 x 768) and 1 GB on a GPU (37 prompts).
+        # Largest number of Jacobian entries in memory at once. In float32 they take 32 MB on a CPU (one prompt of GPT-2
+        # small, 12 x 768 x 768) and 1 GB on a GPU (37 prompts).
         entries = 2**28 if model.device.type == "cuda" else 2**23
         at_once = max(1, entries // (model.num_layers * model.dim**2 * len(self.tokens(model))))
         return {"batches": Rows(self.batches, limit=self.num_prompts, at_once=at_once)}
@@ -317,9 +317,9 @@ class CouplingMatrices(Analysis):
     """The matrices behind coupling, at the last token: the Jacobian of one block in the bases of another.
 
     For the Jacobians J1 and J2 of a pair of blocks, the matrix is A = U' J1 V, where U and V are the K leading singular
-    vectors of J2. `compression` has one record per entry. Its `layer` is the block of J1, its `other_layer` the block
-    of J2. Tags are `row` and `column` (1..K, in the order of J2's singular values), `k` and `prompt` (from 1). A
-    diagonal matrix of J1's singular values means full coupling, and a matrix of noise means no coupling.
+    vectors of J2. The metric `compression` has one record per entry of A. The record's `layer` is the block of J1, its
+    `other_layer` the block of J2. Tags are `row` and `column` (1..K, in the order of J2's singular values), `k` and
+    `prompt` (from 1). A diagonal matrix of J1's singular values means full coupling, a matrix of noise no coupling.
 
     The largest entry of each column of U is made positive, so that signs do not differ between runs on equal weights.
     Signs of different prompts are unrelated, so matrices are not averaged. A pair with a zero or non-finite Jacobian

@@ -1,6 +1,6 @@
 """Find analyses by their own names or by the names of their metrics.
 
-Analyses that need other data than batches are not included.
+Analyses that need data other than batches are not included.
 """
 
 from collections.abc import Mapping, Sequence

@@ -163,10 +163,9 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class ReadoutAnalysis(Analysis):
-    """Scores of several readouts of the same tokens.
+    """Base of the analyses that compare several predictions of the same tokens, such as those read out at each layer.
 
-    The model runs in its own precision, because rounding changes the scores much less than what is compared, such as
-    another order of the blocks.
+    The model runs in its own precision, because rounding is much smaller than the differences that are compared.
 
     Args:
         batches: the data to measure on.

@@ -1,4 +1,4 @@
-"""Geometry of the states at each layer, by any metric, and similarity between layers."""
+"""Metrics of the geometry of the states at each layer, and similarity between layers."""
 
 import functools
 import hashlib
@@ -257,7 +257,7 @@ class StateMetric(Analysis):
     def config(self) -> dict[str, Any]:
         """Return the options and, for a user's function, a hash of its source.
 
-        Results of an earlier version of the function are therefore not taken for results of the current one.
+        Because of the hash, results of an earlier version of the function are not mistaken for results of this one.
         """
         whole = super().config()
         module = getattr(self.metric, "__module__", None) or ""
@@ -510,12 +510,12 @@ SIZES = "num_beginning", "num_middle", "num_ending"
 
 @dataclass(kw_only=True)
 class LayerSimilarity(Analysis):
-    """Similarity of every two layers, 0 to L, and the beginning, middle and ending that it divides the model into.
+    """Similarity of each pair of layers 0 to L, and the division of the model into beginning, middle and ending.
 
     `layer_cosine` (tag `mode`) averages the cosine between a token's states at two layers within each prompt, then over
     prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so tokens with a larger norm have
-    more weight. `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 rows. Both
-    have a record for every ordered pair of `layer` and `other_layer`.
+    more weight. `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 tokens.
+    Both have a record for every ordered pair of `layer` and `other_layer`.
 
     `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe how `layer_stages` divides layers 1..L
     (without the embedding) into three contiguous parts. The division uses the similarity that the tag `of` names, in
@@ -550,8 +550,8 @@ class LayerSimilarity(Analysis):
     def update(self, seen: Trajectory, batch: Batch) -> Values:
         """Return the cosines between all layers within each prompt, and the states from which `layer_cka` is computed.
 
-        The key of the cosines (layers + 1, layers + 1, prompts) is their mode. `rows` (layers + 1, dim, rows) holds the
-        states, prompt by prompt. `num_rows` (prompts,) counts those of each prompt.
+        The keys "token" and "flattened" hold the cosines (layers + 1, layers + 1, prompts) of these modes. `rows`
+        (layers + 1, dim, rows) holds the states, prompt by prompt. `num_rows` (prompts,) counts the states per prompt.
         """
         mask = drop_first_tokens(seen.mask, self.drop_first)
         left = mask.any(-1)

@@ -90,7 +90,8 @@ class Speed(Analysis):
 
     Args:
         variants: names of variants in `lit_layers.functional.block_schedules`; the full model is always added.
-        middles: numbers of middle blocks. None means all.
+        middles: numbers of blocks in the middle of the model. Variants that change the middle are timed for each
+            number. None means all possible numbers.
         seeds: seeds of random orders, which all run equally fast.
         loops: numbers of loops of the variant looped_parallel.
         custom: further schedules, such as `1 2 (3,4,5) 6`.

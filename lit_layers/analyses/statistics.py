@@ -312,7 +312,7 @@ def layer_records(
         counts = {name: sum(flags[member] for member in members) for name, flags in (counted or {}).items()}
         spread = None if halves is None else halves[members].mean(0)
         if spread is not None:
-            # Drop halves without a value, which occur even if the set of all prompts has one.
+            # Drop halves of the prompts without a value. They occur even if the set of all prompts has a value.
             spread = spread[~spread.isnan()]
         layer_tags = dict(tags) | {name: count for name, count in counts.items() if count}
         yield from half_records(metric, values[members].mean().item(), spread, n, n // 2, layer, layer_tags)
@@ -327,10 +327,10 @@ def half_records(
     layer: int | None = None,
     tags: Tags | None = None,
 ) -> Iterator[Record]:
-    """Yield the value of all prompts and the mean over the values of halves (halves,), with intervals.
+    """Yield the value over all prompts, and the mean of the values over random halves of the prompts, with intervals.
 
-    Both intervals come from the spread over the halves. With fewer than two halves, only the value is yielded, without
-    an interval.
+    `halves` (halves,) holds one value per half. Both intervals come from the spread of these values. If there are fewer
+    than two, only the value over all prompts is yielded, without an interval.
     """
     fields: Any = {"layer": layer, "tags": dict(tags or {})}
     if halves is None or len(halves) < 2:

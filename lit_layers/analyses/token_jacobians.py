@@ -85,7 +85,7 @@ TIE = 1e-4  # singular values with a smaller relative gap are tied: their direct
 
 @dataclass(kw_only=True)
 class TokenCoupling(Analysis):
-    """Coupling over the tokens of a prompt, of a block with itself or another block, with its random baseline.
+    """Coupling between a block and itself, or another block, across the tokens of a prompt, with a random baseline.
 
     `J[l][t, s]` = d f_l(X)[t] / d X[s] is the Jacobian from token s to token t of f_l, the residual branch of block l.
     Its leading singular vectors are its bases. Three tables, with one entry for each pair of tokens (t, t') or (s, s'),
@@ -153,14 +153,15 @@ class TokenCoupling(Analysis):
         """Return the values of one prompt, and its number of measured tokens.
 
         A table holds the couplings between the Jacobians of two blocks l and l', with one entry per pair of tokens.
-        Each entry of the option `tables` names one. Each pair of blocks and table has three values:
+        There are three values for each pair of blocks and each table that the option `tables` names. The dimension K
+        runs over the numbers of directions in the option `k`.
 
-        - `means` (k, 3): mean coupling, random coupling and excess coupling; NaN for a prompt of one token.
-        - `map` (k, tokens, tokens): the table; NaN for a prompt of fewer than `num_tokens` tokens.
-        - `undefined`: the number of pairs with a zero or non-finite Jacobian.
+        - "means" (K, 3): mean coupling, random coupling and excess coupling; NaN for a prompt of one token.
+        - "map" (K, tokens, tokens): the table; NaN for a prompt of fewer than `num_tokens` tokens.
+        - "undefined": the number of pairs with a zero or non-finite Jacobian. Its key is a tuple with blocks and table.
 
-        All tables share two values for the Jacobians of the blocks l'. `gaps` (k, defined Jacobians) holds
-        `functional.min_gap`. `undefined` (Jacobians,) is True for zero or non-finite Jacobians.
+        Two more values describe the Jacobians of all blocks l'. "gaps" (K, defined Jacobians) holds
+        `functional.min_gap`. The key "undefined" alone is a mask (Jacobians,) of zero or non-finite Jacobians.
         """
         model = seen.model
         positions = evenly_spread(0, int(seen.mask.sum()) - 1, self.num_tokens)
@@ -188,7 +189,7 @@ class TokenCoupling(Analysis):
         for i, (layer, other) in enumerate(pairs):
             for each in {layer, other} - blocks.keys():
                 blocks[each] = _Layer.read(seen, each, positions, most, context=context)
-            if other not in gaps:  # only needed for the block that gives the bases
+            if other not in gaps:  # gaps are needed only for the block whose singular vectors are the bases
                 gaps[other] = blocks[other].gaps(counts)
             for table in self.tables:
                 three, num_undefined = self._coupling_table(blocks[layer], blocks[other], table, counts)
@@ -234,12 +235,14 @@ class TokenCoupling(Analysis):
                 yield from summarize(f"{metric}_pair", entries, **fields, tags=at)
 
     def _coupling_table(self, first: "_Layer", second: "_Layer", table: Table, counts: list[int]) -> tuple[Tensor, int]:
-        """Return one of the three tables for a prompt and two blocks, (k, 3, fixed, tokens, tokens).
+        """Return one of the three tables for a prompt and two blocks, (counts, 3, fixed, tokens, tokens).
 
         The dimension of 3 is coupling, random and excess coupling. Each entry compares a Jacobian of the `first` block
-        with the bases of one of the `second` block. In the table `input_context`, both have the same input token; in
-        `output_context`, the same output token. `fixed` runs over these tokens, and has size 1 for the table `token`.
-        The entry is NaN if a Jacobian is missing or undefined. The table is in float64 on the CPU.
+        with the bases of a Jacobian of the `second` block. The last two dimensions are the tokens of these Jacobians.
+        In the table `input_context`, both Jacobians have the same input token. In `output_context`, they have the same
+        output token. The dimension `fixed` runs over this common token. It has size 1 in the table `token`, where each
+        Jacobian maps a token to itself. An entry is NaN if a Jacobian is missing or undefined. The table is in float64
+        on the CPU.
 
         Also return the number of undefined pairs of Jacobians at different tokens.
         """
@@ -258,7 +261,7 @@ class TokenCoupling(Analysis):
             chosen = row[present].to(first.jacobians.device)
             values = first.factors.values[chosen]
             bases = Factors(*(each[chosen] for each in second.factors))
-            # miscoupling of every two Jacobians of this row, (k, present, present)
+            # miscoupling of each pair of Jacobians in this row, (counts, present, present)
             of_row = functional.miscoupling_of_factors(first.jacobians[chosen], values, bases, k=counts, **options)
             undefined = first.undefined[chosen][:, None] | second.undefined[chosen]
             num_undefined += int(undefined.sum() - undefined.diagonal().sum())
@@ -305,8 +308,8 @@ class _Layer(NamedTuple):
     def gaps(self, counts: list[int]) -> dict[str, Tensor]:
         """Return two tensors by name, `gaps` and `undefined`.
 
-        `gaps` (k, defined Jacobians) is `functional.min_gap` of each defined Jacobian. `undefined` (jacobians,) is a
-        mask that is True for undefined Jacobians, which are zero or not finite.
+        `gaps` (counts, defined Jacobians) is `functional.min_gap` of each defined Jacobian, for each number of
+        directions in `counts`. `undefined` (jacobians,) is a mask of the Jacobians that are zero or not finite.
         """
         values = self.factors.values[~self.undefined].cpu()
         gaps = torch.stack([functional.min_gap(values, k=count) for count in counts])

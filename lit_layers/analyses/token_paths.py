@@ -68,9 +68,10 @@ class Trajectory(Analysis):
 
 
 def _prompt_summaries(values: Tensor, used: Tensor) -> Tensor:
-    """Return mean, median and number of undefined tokens of each prompt, (3, rows, prompts).
+    """Return three summaries over the tokens of each prompt, (3, rows, prompts).
 
-    The rows of `values` (rows, used tokens) are layers, or a single row for a metric of the whole path. The mask `used`
+    They are the mean and the median of the defined values, and the number of tokens with an undefined value. The rows
+    of `values` (rows, used tokens) are layers, or a single row for a metric of the whole path. The mask `used`
     (prompts, tokens) says to which prompts the tokens belong.
     """
     used = used.to(values.device)  # the CPU, if the device of the model has no float64
@@ -119,7 +120,7 @@ class PathsInPlane(Analysis):
 
     Mean and axes of the plane are fitted to all real tokens of the prompt except the first `drop_first`. The first
     token is mostly a sink, whose state is far from all others; in an image, it is the class token. At most `num_tokens`
-    of the fitted tokens, evenly spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first
+    of these tokens, evenly spaced, are recorded. Each prompt and each checkpoint has its own axes. Only the first
     `num_prompts` prompts are measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie
     on a line or are not finite. The tag `num_undefined` counts these prompts.
 

@@ -1,4 +1,4 @@
-"""Probes of each layer that predict the label of a text or image: linear or attentive."""
+"""Linear or attentive probes that predict the label of a text or image from the states of each layer."""
 
 import hashlib
 import itertools

@@ -172,7 +172,10 @@ class NextTokenProbe(ProbeAnalysis):
         self._problem  # noqa: B018
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return an empty dict: `jobs` runs the model on the contexts itself, as it may have to draw rows again."""
+        """Return an empty dict, because the analysis does not read its data in the forward pass that analyses share.
+
+        `jobs` runs the model itself. It may have to run twice, because contexts with non-finite states are replaced.
+        """
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
@@ -214,7 +217,11 @@ class NextTokenProbe(ProbeAnalysis):
         return origins[text]
 
     def _features(self, model: LayeredModel, problem: "_Problem") -> tuple[Tensor, Tensor, "_Head | None"]:
-        """Return the states (layers + 1, rows, dim) of train and test rows, and the head's predictions on test rows."""
+        """Return the states of the training rows, those of the test rows, and the head's predictions on the test rows.
+
+        Both tensors of states are (layers + 1, rows, dim). The predictions are None if the model does not predict the
+        next token.
+        """
         max_tokens = max(batch["input_ids"].numel() for batch in self.test)
         how: dict[str, Any] = {"max_tokens": min(max_tokens, MAX_LOGITS // (model.vocab_size or model.dim))}
         how["together"] = model.predicts_next_token

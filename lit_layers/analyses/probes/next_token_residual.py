@@ -37,9 +37,9 @@ class NextTokenResidual(Analysis):
     - `held_out`, the residual of a fit on the share `split` of the texts, scored on the other texts;
     - `rank`, the rank of the matrix of features.
 
-    Records tagged `control="relabelled_vocabulary"` permute the ids of the vocabulary by `seed`. In most vocabularies
-    ids are roughly ordered by frequency, and the permutation removes this order. Compare values only at equal numbers
-    of rows and widths, or use `adjusted`.
+    Records tagged `control="relabelled_vocabulary"` come from fits after a random permutation of the vocabulary's ids.
+    In most vocabularies ids are roughly ordered by frequency, and the permutation removes this order. Compare values
+    only at equal numbers of rows and widths, or use `adjusted`.
 
     Records without a layer describe `exponential_law`, fitted to prediction_residual over layers 1..L. `residual_ratio`
     is its rho: if it is below 1, the residual shrinks by this factor per block. `r_squared` and `pearson` tell how well
@@ -188,7 +188,7 @@ class NextTokenResidual(Analysis):
         return {"num_texts": rows.num_texts, **self.tags_of("states")}
 
     def _rows(self) -> "_Rows":
-        """Return the rows to predict, which depend only on tokens."""
+        """Return the tokens to predict, and the text of each. The model is not needed for this."""
         targets, text, num_texts = [], [], 0
         for batch in self.batches:
             ids = batch["input_ids"]
@@ -203,10 +203,10 @@ class NextTokenResidual(Analysis):
         return _Rows(torch.cat(targets), torch.cat(text), num_texts)
 
     def _texts_to_fit(self, rows: "_Rows") -> Tensor:
-        """Return the mask (texts,) of texts to fit.
+        """Return the mask (texts,) of the texts on which the fit is made; it is scored on the other texts.
 
         Each text has a random number that depends on the seed and the text's index. The texts with the lowest numbers
-        are fitted.
+        are used for the fit.
         """
         draws = [np.random.default_rng([self.seed, i]).random() for i in range(rows.num_texts)]
         count = min(max(round(self.split * rows.num_texts), 1), rows.num_texts - 1)

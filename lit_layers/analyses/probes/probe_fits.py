@@ -122,8 +122,8 @@ def probe_jobs(
 
     The records `references` come before the records of the jobs.
 
-    If the option `estimator` is "watch", each layer has its own c (`fit_watching_probes`). The record `probe_c` reports
-    this c, and its `n` is the number of training rows.
+    If the option `estimator` is "watch", the inverse penalty c is tuned for each layer (`fit_watching_probes`). The
+    record `probe_c` reports this c, and its `n` is the number of training rows.
     """
     device = torch.device("cpu") if model.device.type == "mps" else model.device  # not MPS, as it has no float64
 

@@ -63,8 +63,8 @@ class TaskTexts:
         penalty: option of `fit_ridge_probes`, for regressions; 0 is least squares.
         seed: seed of all random draws.
         estimator: "logistic", or "watch", which tunes the penalty of each layer and takes a fraction of the work
-            (`fit_watching_probes`). With "watch", a regression has the penalty that is best in leave-one-out, and `c`,
-            `penalty`, `tolerance` and `max_iterations` are not used.
+            (`fit_watching_probes`). With "watch", the penalty of a regression is chosen by leave-one-out
+            cross-validation, and `c`, `penalty`, `tolerance` and `max_iterations` are not used.
     """
 
     kind: ClassVar[str]  # first part of the default name
@@ -349,7 +349,10 @@ def sizes(num_rows: int) -> list[int]:
 
 
 def subsets(num_rows: int, size: int, num_seeds: int, seed: int) -> list[Tensor]:
-    """Return the first `size` rows of a permutation for each seed; all rows once if `size` is all of them."""
+    """Return the first `size` rows of a permutation for each seed.
+
+    If `size` is `num_rows`, return a single tensor with all rows.
+    """
     if size == num_rows:
         return [torch.arange(num_rows)]
     generators = (torch.Generator().manual_seed(seed + turn) for turn in range(num_seeds))
