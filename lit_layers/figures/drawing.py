@@ -1,4 +1,4 @@
-"""Rendering with vl-convert: pictures of Vega-Lite specifications, and Vega's script for pages.
+"""Rendering with vl-convert: pictures of Vega-Lite specifications, and the JavaScript source of Vega for pages.
 
 This file runs as a separate process and is never imported. vl-convert draws in a thread of its own while it holds
 Python's GIL. In the training process, it would therefore stall training. A forked process lacks that thread, so
@@ -16,7 +16,7 @@ from typing import Any
 def main() -> None:
     """Read file suffixes and specifications from standard input, and write the pictures or an error to standard output.
 
-    Without suffixes the output is Vega's script.
+    If there are no suffixes, the output is the JavaScript source of Vega, Vega-Lite and vega-embed.
     """
     import vl_convert  # imported nowhere else in the package
 

@@ -18,7 +18,7 @@ from lit_layers.metrics import look_up, names, sentence
 __all__ = ["layer_matrix", "layer_surface", "table_map", "tag_map"]
 
 SIMILARITIES = names("similarity")
-_LONGEST = 24  # most characters of a category label; tooltips have the full name
+_LONGEST = 24  # maximum number of characters of a category label; tooltips have the full name
 _ROW = 13  # pixels per row
 _Cell = Callable[[Point], tuple[Any, Any]]  # returns the row and column of a point in a heat map
 
@@ -93,8 +93,9 @@ def _pairs(title: str, points: Sequence[Point], cell: _Cell, x: Axis, y: Axis, l
 def slider_map(
     title: str, frames: Mapping[int, Any], x: Axis, y: Axis, look: Mapping[str, Any], **options: Any
 ) -> Chart:
-    """Return a heat map over the keys of two axes, with a slider over the steps in `frames`.
+    """Return a heat map with a slider over the steps in `frames`.
 
+    The columns of the heat map are the keys (categories) of the axis `x`, and its rows are the keys of the axis `y`.
     `look` holds keyword arguments of `Cells`, and `options` those of `Chart`.
     """
     cells = Cells(**{"values": [*frames.values()], "rows": y.keys, "columns": x.keys, **look})
@@ -164,7 +165,7 @@ def layer_surface(
     of magnitude have a log colour scale. For a score, dots mark the best layer at each step (layer 0 excluded).
 
     Raises:
-        InputError: for suspect checkpoints, unless `allow_suspect`.
+        InputError: for checkpoints that an audit found suspect, unless `allow_suspect`.
         ValueError: the metric has no values per layer at two or more steps.
     """
     points = tables.select(frame, metric, **chosen, over_steps=True)

@@ -1,4 +1,4 @@
-"""Line figures of a metric over layers, the index in a list of values, distances, or numbers of training rows."""
+"""Line figures of a metric over layers, indices in a list of values, token distances, or numbers of training rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,7 +125,7 @@ def layer_profile(
     selects a variant, as in `emergence_curves`.
 
     Raises:
-        InputError: for suspect checkpoints or models, unless `allow_suspect`.
+        InputError: for checkpoints or models that an audit found suspect, unless `allow_suspect`.
         ValueError: the metric has no values per layer.
     """
     of_models = bool(rows_of(frame, metric, chosen.get("analysis"))["step"].isna().all())
@@ -215,7 +215,10 @@ def _depths(frame: pd.DataFrame, runs: Iterable[str], num_layers: Mapping[str, i
 
 
 def _looks(keys: Sequence[Any], of_models: bool) -> dict[Any, dict[str, Any]]:
-    """Return the line style of each model, or of each checkpoint that is drawn: at most `_PROFILES`, evenly spaced."""
+    """Return the line style of each model, or of each drawn checkpoint.
+
+    At most `_PROFILES` checkpoints are drawn. They are evenly spaced.
+    """
     look: dict[str, Any] = {"width": 2.0, "size": 5.5, "legend": True, "interval": ""}
     if of_models:
         return {key: {**look, "color": color_of(n), "mark": symbol_of(n)} for n, key in enumerate(keys)}
@@ -233,7 +236,7 @@ _LISTS = {"index": "Number in the list", "token_distance": "Distance from the la
 
 
 def list_profile(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return lists of values, with one line per layer and a slider over checkpoints.
+    """Return a chart of lists of values, with one line per layer and a slider over checkpoints.
 
     The values of a list differ in one of three tags:
 
@@ -280,7 +283,7 @@ def models_in_rows(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -
     """Return a metric of whole models at their last checkpoint, with one row per model and variant, and 95% intervals.
 
     Raises:
-        InputError: for suspect models, unless `allow_suspect`.
+        InputError: for models that an audit found suspect, unless `allow_suspect`.
         ValueError: no model has a value of this metric.
     """
     runs = [*rows_of(frame, metric, chosen.get("analysis")).groupby("run", sort=False)]

@@ -17,8 +17,8 @@ from lit_layers.records import AUDIT, AXES, COLUMNS
 
 # Tags of records that are not drawn as curves over layers: relation of word pairs, training rows, attention head.
 CATEGORY, TRAIN_ROWS, HEAD = "category", "train_rows", "head"
-# Tags that do not distinguish variants of a metric.
-_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")  # `task`, because an analysis has only one task
+# Tags that do not distinguish variants of a metric. `task` is one of them, because an analysis has only one task.
+_NOT_VARIANTS = (*NO_CURVE, "category_id", "group", "task")
 _PLAINEST = {
     "statistic": None,
     "control": None,
@@ -48,9 +48,10 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One row of a frame of records: a value with its step, layer and tags; without an interval `low`, `high` are NaN.
+    """One row of a frame of records: a value with its step, layer and tags.
 
-    For a model without steps, `step` is 0, which no figure shows.
+    `low` and `high` are NaN if the value has no interval. `step` is 0 if the model has no training step. No figure
+    shows this 0.
     """
 
     step: int
@@ -268,7 +269,7 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
     last_low, last_high, and change, which is NaN for a single checkpoint.
 
     Raises:
-        InputError: for suspect checkpoints, unless `allow_suspect`.
+        InputError: for checkpoints that an audit found suspect, unless `allow_suspect`.
     """
     table: Any = frame
     table = table[table["step"].notna()]
@@ -279,14 +280,14 @@ def change_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.Data
 
 
 def model_table(frame: pd.DataFrame, *, allow_suspect: bool = False) -> pd.DataFrame:
-    """Return the main metrics of models without steps, with one row per metric and model.
+    """Return the main metrics of models that have no training step, with one row per metric and model.
 
     Rows are selected as in `change_table`. Secondary metrics are included if they have values of the whole model,
     because a page of models has no other figure for these values. Columns: analysis, metric, variant (text), run,
     layer, value, low, high.
 
     Raises:
-        InputError: for suspect models, unless `allow_suspect`.
+        InputError: for models that an audit found suspect, unless `allow_suspect`.
     """
     table: Any = frame
     unlisted = [name for name in table["metric"].unique() if look_up(name).unlisted]
@@ -323,11 +324,11 @@ def _headlines(table: Any, allow_suspect: bool) -> Iterator[tuple[dict[str, Any]
 
 
 def _few_orders(points: list[Point], metric: str) -> list[Point]:
-    """Return points of a few orders of the blocks: the full model, and variants that change half of the middle blocks.
+    """Return the points of the full model, and of orders of the blocks that change about half of the middle blocks.
 
-    Only the median of the recorded numbers of changed middle blocks is kept, and only the number of loops that is
-    nearest to three. For accuracies only the full model is kept, because losses and normalized scores describe the
-    variants.
+    Of the recorded numbers of changed middle blocks, only the median is kept. Of the numbers of loops, only the one
+    nearest to three is kept. For accuracies and secondary metrics, only the full model is kept. Points without an order
+    of the blocks are all kept.
     """
     if not any("variant" in point.tags for point in points):
         return points

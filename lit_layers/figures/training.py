@@ -43,14 +43,15 @@ def emergence_curves(
     the title names. If the metric has no values per layer, all variants are drawn.
 
     Args:
-        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. Default for
-            lines per layer: the first variant that is a mean without normalization or control, if there is one.
+        tags: selects a variant, e.g. `{"k": 12}`; the value None selects points without the tag. By default, lines
+            per layer show the mean on test data, without normalization and without a control such as random labels.
+            If there is no such variant, they show the one that differs from it in the fewest tags.
         baselines: metrics of the same analysis to compare with, e.g. `random_coupling`. Only their values of the
             whole model are drawn; `layer_profile` draws their values per layer.
         allow_suspect: also draw checkpoints that an audit found suspect; all figures have this option.
 
     Raises:
-        InputError: for suspect checkpoints, unless `allow_suspect`.
+        InputError: for checkpoints that an audit found suspect, unless `allow_suspect`.
         ValueError: there is no such metric or variant.
     """
     points = plain(tables.select(frame, metric, **chosen, over_steps=True))
@@ -160,9 +161,10 @@ def _binned(points: Any, name: str) -> Any:
 
 
 def _ordinal(points: Sequence[tables.Point]) -> tuple[str | None, Sequence[tables.Point]]:
-    """Return the quantity (layer, distance, ...) that has one line per value, or None, and the points on these lines.
+    """Return the quantity (layer, distance, ...) for which the figure draws one line per value, and the lines' points.
 
-    Of a list of values, such as singular values, only the first entry is used.
+    The quantity is None if the figure has no such lines. If a layer has a list of values, such as singular values, only
+    the first entry of the list is drawn.
     """
     if lined := [point for point in points if point.layer is not None]:
         first = min((point.tags["index"] for point in lined if "index" in point.tags), default=None)

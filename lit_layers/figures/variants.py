@@ -73,7 +73,7 @@ def variant_curves(frame: pd.DataFrame, metric: str, *, blocks: bool = False, **
         blocks: draw over the index of a single block, which is skipped, repeated, or switched with the next one.
 
     Raises:
-        InputError: for suspect checkpoints, unless `allow_suspect`.
+        InputError: for checkpoints that an audit found suspect, unless `allow_suspect`.
         ValueError: the variants have no values, or have them under several conditions and `tags` selects none.
     """
     number, variants = ("layer", BLOCK_NAMES) if blocks else ("middle", MIDDLE_NAMES)
@@ -150,11 +150,12 @@ def loop_map(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> Char
 
 
 def models_by_middle(frame: pd.DataFrame, metric: str, *, variant: str, **chosen: Unpack[Chosen]) -> Chart:
-    """Return a metric of one variant over the number M of middle blocks (or the block index), with a line per model.
+    """Return a metric of one variant (kind of change to the blocks), with one line per model.
 
-    Models of different depth are drawn over the share of changed blocks, 100 M / T. This needs the number of blocks T
-    of each model, which is known if single blocks were also measured. A dashed line in a model's colour shows the
-    value of that model without changes. Each model is shown at its last checkpoint.
+    The x axis is the number M of changed middle blocks. It is the block index for `skip_one`, `switch` and
+    `repeat_one`. If models differ in depth, the x axis is the share of changed blocks, 100 M / T. This needs the number
+    of blocks T of each model, which is known if single blocks were also measured. A dashed line in a model's colour
+    shows the value of that model without changes. Each model is shown at its last checkpoint.
 
     Source: Sun et al., Transformer Layers as Painters, arXiv 2407.09298, appendix A.1 (models of 7 B to 70 B).
 
@@ -199,12 +200,13 @@ def variant_name(variant: str) -> str:
 
 
 def variant_points(frame: pd.DataFrame, metric: str, **chosen: Unpack[Chosen]) -> list[Point]:
-    """Return the points of a metric for all orders of the blocks.
+    """Return the points of a metric for each order of the blocks.
 
-    Individual random orders are left out. Medians over tokens are left out unless they are chosen by tags.
+    Of random orders, only the mean over their seeds is returned. Medians over tokens are left out unless they are
+    chosen by tags.
 
     Raises:
-        InputError: for suspect checkpoints, unless `allow_suspect`.
+        InputError: for checkpoints that an audit found suspect, unless `allow_suspect`.
         ValueError: there are no points, or they belong to several analyses, runs or conditions.
     """
     tags, points = chosen.get("tags") or {}, select(frame, metric, **chosen)

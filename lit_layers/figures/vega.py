@@ -167,7 +167,10 @@ def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[byte
 
 @functools.cache
 def script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script that needs no network; cached, since it takes two seconds."""
+    """Return Vega, Vega-Lite and vega-embed as one script that needs no network.
+
+    The result is cached, because building it takes two seconds.
+    """
     return _drawing()
 
 
