@@ -271,10 +271,10 @@ def spectrum(
 def _prepared(
     rows: Rows, mask: Mask | None, center: bool, unit: bool, drop_first: int
 ) -> tuple[Rows, Tensor, dict[str, Tensor]]:
-    """Return the prepared rows of each set, the number of rows per set, and the sets without a value.
+    """Return the prepared rows of each set, the number of rows per set, and masks of sets whose metric is undefined.
 
     The rows that `mask` and `drop_first` keep come first, centred and scaled as the options say. Zeros fill the other
-    rows. The last result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
+    rows. The masks (*n) are in a dict, whose keys are the reasons why the metric is undefined.
     """
     rows, real = real_rows(widened(rows), mask, drop_first)
     num_rows = real.sum(-1)
@@ -541,9 +541,10 @@ def _factor(scatter: Tensor, delta: float, *, max_rank: int) -> Tensor:
 
 
 def _views(view_a: View, view_b: View, *, unit: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return both views in float64 and the sets of prompts without a value; with `unit`, rows have norm 1.
+    """Return both views in float64, and masks of the sets of prompts whose metric is undefined.
 
-    The last result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
+    The masks (*n) are in a dict, whose keys are the reasons why the metric is undefined. With `unit`, each row of the
+    views is scaled to norm 1.
     """
     view_a, view_b = widened(view_a), widened(view_b)
     if view_a.shape != view_b.shape or view_a.shape[-2] < 2:

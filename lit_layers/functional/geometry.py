@@ -69,7 +69,7 @@ def curvature_and_missing(
     lengths = torch.linalg.vector_norm(steps, dim=-1)
     moves = lengths > 0
     steps = steps / lengths.masked_fill(~moves, 1.0)[..., None]
-    in_prompt = real[..., 2:]  # an angle exists if its third token is real: rows are packed
+    in_prompt = real[..., 2:]  # if the third token of an angle is real, so are the first two: padding comes last
     exists = in_prompt & moves[..., :-1] & moves[..., 1:]
     num_in_prompt, num_exists = in_prompt.sum(-1), exists.sum(-1)
     values = _angle(steps[..., :-1, :], steps[..., 1:, :]).masked_fill(~exists, 0.0).sum(-1) / num_exists
@@ -288,7 +288,7 @@ def _derangements(size: int, count: int, seed: int) -> Iterator[Tensor]:
 
 MAX_ENTRIES = 2**24  # largest number of entries of the layers' Gram matrices in memory at once: 128 MB
 MIN_MIDDLE = 2  # smallest number of middle layers: within a single layer there are no pairs to compare
-EQUAL = 1e-9  # relative difference below which two divisions are equally good
+EQUAL = 1e-9  # smaller relative differences are rounding errors: two divisions of the layers are then equally good
 
 
 def cosine_similarity_matrix(

@@ -23,20 +23,20 @@ SHARED = ("position_bias",)
 
 
 class Unsupported(Exception):
-    """Raised if a block does something that the fast route (see `block_jacobians.py`) cannot handle; it says what."""
+    """The fast route (see `block_jacobians.py`) cannot handle something that a block does; the message says what."""
 
 
 class Alignment(NamedTuple):
     """Moves the padding of each text in a batch to its end, and moves the tokens of results back.
 
-    In the aligned batch, padding is a copy of the text's first token. In a restored result, padding before a text has
-    the value of the first token, and padding after a text has the value of the last token.
+    The batch with all padding at the end is called aligned. Its padding is a copy of the text's first token. In a
+    restored result, padding before a text has the value of the first token, padding after it that of the last token.
     """
 
-    order: Tensor  # (batch, tokens): input position of each token of the aligned batch
-    inverse: Tensor  # (batch, tokens): aligned position of each token of the input batch
-    mask: Tensor  # (batch, tokens): real tokens of the aligned batch
-    input_mask: Tensor  # (batch, tokens): real tokens of the input batch
+    order: Tensor  # (batch, tokens): where each token was in the input, before padding was moved to the end
+    inverse: Tensor  # (batch, tokens): where each token of the input is after padding was moved to the end
+    mask: Tensor  # (batch, tokens): True for real tokens, after padding was moved to the end
+    input_mask: Tensor  # (batch, tokens): True for real tokens of the input batch
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> "Alignment | None":
@@ -228,7 +228,7 @@ def pull_back(outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: S
 # c scales, caps, and adds masks and position biases. The weights are p = softmax(s), the output is a = sum_n p_n v_n.
 # From dp_n = p_n (ds_n - sum_m p_m ds_m) follows da = sum_n p_n (v_n - a) ds_n + sum_n p_n dv_n. The output a is
 # subtracted because the weights always sum to 1. With ds_n = c'(q k_n) (dq k_n + q dk_n) and w_n = p_n c'(q k_n),
-# the output is, to first order in a change of one of these:
+# the output is, to first order in a change of one of the following inputs:
 #
 #     the query of t                   a + dq M        M = sum_n w_n k_n (v_n - a)'
 #     the key and value of token s     a + w_s (v_s - a) (q dk_s) + p_s dv_s
@@ -311,7 +311,7 @@ class Expansion(NamedTuple):
     def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raise `Unsupported` if the query, key or value of a token changes when the block runs on this token alone.
 
-        The expansion is valid only at the point around which it was computed.
+        The first-order expansion is valid only at the query, key and value around which it was computed.
         """
         heads = self.query.shape[1]
         if query.numel() != self.query.numel():
@@ -496,7 +496,7 @@ def _fused_attention(
 class Replay(_Calls):
     """Replaces a block's attention output by `answer(query, key, value)` while the block runs on single tokens.
 
-    The block may attend only once.
+    Raises `Unsupported` if the block calls its attention a second time.
     """
 
     # Call torch's attention module without masks: the recorded weights include them, and a mask for the whole prompt

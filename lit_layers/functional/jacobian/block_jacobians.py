@@ -78,7 +78,8 @@ def block_jacobian(
         in_tokens: Positions as for `out_tokens`, or "same" for the output token itself.
         mask: True for real tokens; None if there is no padding.
         residual: Whether `block` includes its skip connection.
-        route: "auto", "cut" to raise an error if the fast route fails, or "plain" for reverse mode.
+        route: "auto" and "cut" use the fast route. If it fails, "auto" uses reverse mode, and "cut" raises an error.
+            "plain" uses only reverse mode.
 
     Source: Aubry et al., "Transformer block coupling and its correlation with generalization in LLMs", eq. 4. There the
     identity is subtracted for every pair of tokens.
@@ -169,8 +170,8 @@ def _verified_jacobians(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) -
     """
     checks = _verified.setdefault(call.module, {})
     layout = (hidden.shape[1:], hidden.dtype, hidden.device, _layout(call.args), _layout(call.kwargs))
-    # Pairs of different tokens take another code path, and the route may be right at one position and wrong at another.
-    # So the key of the stored checks includes the positions.
+    # Pairs of different tokens take another code path, and the fast route may be right at one position and wrong at
+    # another. So a check is stored together with the positions that it was made for.
     layout = (*layout, bool((outs[..., None] == ins).all()), tuple(outs[0].tolist()))
     # Jacobians of a branch whose weights are still zero pass any check, so the check is repeated when weights change.
     weights = _weights_of(call.module)
@@ -207,7 +208,7 @@ def _weights_of(module: nn.Module) -> tuple[int, ...]:
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
 
 
-# For each module and layout of inputs: the weights at the last check, and the reason of its failure ("" if it passed).
+# For each module and layout of inputs: the weights at the last check, and the reason why it failed ("" if it passed).
 _verified: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], tuple[tuple[int, ...], str]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -277,8 +278,8 @@ def _jacobians_of_tokens(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor) 
         )
         pairs = torch.stack([prompts.flatten(), outs[prompts, items].flatten(), ins.flatten()])  # (prompt, out, in)
         same = pairs[1] == pairs[2]
-        # Limit a chunk by its memory. Each pair needs cotangents (dim x ..), and keys and values of its prompt
-        # (heads x tokens x head_dim).
+        # Limit the memory of a chunk of pairs of output and input tokens. Each pair needs cotangents of `dim` numbers
+        # each, and the keys and values of its prompt (heads x tokens x head_dim).
         size = max(1, min(_ROWS, 2**24 // max(dim, tokens * attention.query.shape[1] * attention.query.shape[3])))
         for route, chosen in ((_same_token, same), (_cross_token, ~same)):
             for where in chosen.nonzero()[:, 0].split(size):
@@ -312,8 +313,8 @@ def _disagreement(call: Call, hidden: Tensor, outs: Tensor, ins: Tensor, jacobia
             exact, probe = exact[0, ins[0, item]].double(), probe.double()  # (in, dim), (dim,)
             if not bool(exact.isfinite().all()):
                 return math.nan
-            # An error of a small J is small relative to |probe' (I + J)| and would go unnoticed. So the error is
-            # divided by the smaller of |probe' (I + J)| and |probe' J|, without the part that rounding explains.
+            # The error of a small J is small relative to |probe' (I + J)| and would go unnoticed. So the error is
+            # divided by the smaller of |probe' (I + J)| and |probe' J|, after `rounding` has been subtracted from it.
             skip = (outs[0, item] == ins[0, item])[:, None] * probe
             size = torch.minimum(exact.norm(dim=-1), (exact - skip).norm(dim=-1))
             rounding = 16 * torch.finfo(hidden.dtype).eps * exact.norm(dim=-1)
@@ -344,8 +345,9 @@ def _cross_token(call: Call, attention: Attention, hidden: Tensor, pairs: Tensor
     """
     prompts, outs, ins = pairs
     shape, dim = hidden.shape[:2], hidden.shape[2]
-    # J = [d out_t / d a] [w_s (v_s - a) (q dk_s) + p_s dv_s], with a the attention output. The first factor is the same
-    # for all input tokens s of one output token t, so it is computed once for each t.
+    # J = [d out_t / d a] [w_s (v_s - a) (q dk_s) + p_s dv_s]. Here a is the attention output, p_s is the softmax weight
+    # of input token s, and w_s = p_s c'(q k_s) with the function c that scales and caps scores (see `block_call.py`).
+    # The first factor is the same for all input tokens s of one output token t, so it is computed once for each t.
     tokens, which = torch.unique(torch.stack([prompts, outs]), dim=1, return_inverse=True)
     cut = _cut_block(call, attention, hidden, *tokens)
     expansion = cut.expansion

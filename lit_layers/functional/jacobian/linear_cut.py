@@ -10,8 +10,8 @@ Reverse mode carries cotangents G_n = d(output)/dz_n from the last node to the f
 are diagonal (an activation, a residual sum), so that multiplying by them takes one multiplication per entry. Autograd
 applies the others (a norm). A linear map that ends the block has G_n = 1, so its product G_n W_n is its weight.
 Attention is not a linear map. Its Jacobian J is first multiplied by the maps W that compute its queries, keys and
-values, in forward mode. This is cheap, because J has only the few terms given in `block_call.py`. One product G (J W)
-then joins both sides.
+values, in forward mode. This is cheap, because J has only the few terms given in `block_call.py`. With G the cotangents
+of the attention output, one product G (J W) then combines reverse mode and forward mode.
 
 Cost for GPT-2 in operations, where a multiplication and an addition are two: 8 dim^3 for the first map of the MLP
 (dim x 4 dim x dim; the second map ends the block), 2 dim^3 for the output projection and 2 dim^3 to join the attention.
@@ -46,11 +46,14 @@ _ENTRIES_ELSEWHERE = 2**27
 
 
 class Linear(NamedTuple):
-    """One linear map in a block. The block is called on single tokens, and `picked` is their number."""
+    """A linear map in a block that is called on `picked` tokens, each of them alone.
 
-    input: Tensor  # (picked, .., in), computed from outputs of earlier maps, at which autograd's graph is cut
+    The graph of autograd begins anew at the output of each map, which is therefore a leaf of the graph.
+    """
+
+    input: Tensor  # (picked, .., in), computed from earlier leaves
     weight: Tensor  # (out, in)
-    output: Tensor  # (picked, .., out), a leaf of autograd's graph
+    output: Tensor  # (picked, .., out), a leaf
 
 
 class Link(NamedTuple):
@@ -62,7 +65,7 @@ class Link(NamedTuple):
 
     leaf: int
     slopes: Tensor | None  # (picked, width)
-    identity: bool = False  # whether all slopes are 1
+    identity: bool = False  # whether the Jacobian is the identity matrix
 
 
 class _Replay(Replay):
@@ -176,8 +179,9 @@ class CutBlock:
     def _joined(self) -> dict[int, Tensor]:
         """Return the Jacobians of the attention output with respect to the inputs of the query, key and value maps.
 
-        Each dict key is the index in `leaves` of the output of a map. Each value is the Jacobian for the map's input,
-        (picked, heads x head_dim, in). For maps with the same input, one entry holds the sum of their Jacobians.
+        The dict key of a map is the index of its output in `leaves`. The value is the Jacobian with respect to the
+        input of the map, (picked, heads x head_dim, in), one for each of `picked` tokens. Maps with the same input have
+        one entry, which is the sum of their Jacobians.
         """
         maps: dict[int, Tensor] = {}
         # In forward mode, the tangents of a map's output are the columns of its weight. They need no matrix product.
@@ -197,8 +201,8 @@ class CutBlock:
     def _cotangents(self, rows: slice, joined: dict[int, Tensor] | None) -> Tensor:
         """Return `rows` of the Jacobian of the block's output with respect to its input, (rows, picked, dim).
 
-        `joined` is the result of `_joined`. If it is None, return rows of the Jacobian of the block's output with
-        respect to the attention output instead.
+        Each of the `picked` tokens has its own Jacobian (dim, dim). `joined` is the result of `_joined`. If it is None,
+        return rows of the Jacobian of the block's output with respect to the attention output instead.
         """
         pending: dict[int, Tensor] = {}
         slopes = {link.leaf: link.slopes[:, rows].T for link in self.links[0] if link.slopes is not None}
@@ -280,7 +284,8 @@ def links_of(output: Tensor, leaves: Sequence[Tensor]) -> list[Link]:
                 leaf_slopes.reshape(len(leaf_slopes), -1),
                 leaf_probe.reshape(len(leaf_probe), -1),
             )
-            # Two backward passes decide this. Forming J to look at its off-diagonal entries would take `width` passes.
+            # Two backward passes show whether J is diagonal. To form J and look at its off-diagonal entries would take
+            # `width` passes.
             off_diagonal = (leaf_probe - probe.reshape(leaf_probe.shape) * leaf_slopes).norm()
             if float(off_diagonal) <= 8 * torch.finfo(leaf_slopes.dtype).eps * float(leaf_probe.norm()):
                 diagonal = leaf_slopes
