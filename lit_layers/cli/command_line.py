@@ -54,7 +54,7 @@ def run_verb(command: str, rest: list[str]) -> int:
         logging.getLogger("lit_layers.cli").debug("refused", exc_info=True)
         if isinstance(error, InputError):
             return refuse(str(error), command)
-        if error.filename is None and not full:  # it names no file, so the user is not at fault: show the traceback
+        if error.filename is None and not full:  # an error without a file is not the user's fault: show the traceback
             raise
         where = " ".join(filter(None, ["cannot write" if full else "", str(error.filename or "")[:200]]))
         return refuse(f"{where}: {(error.strerror or str(error)).lower()}", command)

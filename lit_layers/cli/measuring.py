@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def settings(self) -> list[str]:
-        """Names of the settings (options and data) of this run's analyses that have at least one measurement."""
+        """Names of those settings (options and data) of this command's analyses that have a measurement."""
         there = {settings_of(each) for each in self.measurements}
         return [name for name in self.result.settings if name in there]
 
@@ -137,7 +137,7 @@ def measure(
     """Run analyses on each model or series, and return the exit code.
 
     `make` returns the analyses of a `Target`. `report` prints one result and returns whether anything failed. Set
-    `during_training` to print less, for repeated calls while a training writes checkpoints.
+    `during_training` to print less, for repeated calls while a training run writes checkpoints.
 
     Raises:
         InputError: the model or series does not exist, or options do not apply to it.
@@ -168,7 +168,10 @@ def measure(
 
 
 def _show_plan(outcome: Outcome, number: int) -> None:
-    """Print for `--plan` the estimated time for `number` checkpoints: per analysis, from its mean time, and in all."""
+    """Print the estimated time of each analysis, and of all analyses together, for `number` checkpoints.
+
+    The estimate for an analysis is `number` times its mean time per checkpoint.
+    """
     measured = pd.DataFrame(outcome.complete()[0], columns=["analysis", "seconds"])
     times = number * measured.groupby("analysis", sort=False)["seconds"].mean()
     times[f"in all, {number} checkpoints"] = times.sum()

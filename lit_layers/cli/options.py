@@ -407,7 +407,7 @@ def _instantiate(class_type: Any, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-add_instantiator(_instantiate, object)  # for all classes: to name Analysis here would import torch even for `--help`
+add_instantiator(_instantiate, object)  # all classes: naming Analysis here would import torch even for `--help`
 # Write as text the defaults that YAML cannot represent, e.g. an enum of Timer or the device of weight averaging.
 yaml.SafeDumper.add_multi_representer(object, lambda dumper, it: dumper.represent_str(str(getattr(it, "value", it))))
 OmegaConf.register_resolver("oc.env", _env_variable, replace=True)

@@ -37,7 +37,7 @@ def emerge(
         seeds: the runs repeat one training with different seeds: also find times for the mean curves over all seeds
         axis: unit of the time axis: optimizer steps or tokens
         confidence: confidence level of the intervals, and of the test for emergence
-        settings: which settings (options, data) to use if an analysis was measured with several: see --settings of
+        settings: which settings (options and data) to use if an analysis was measured with several: see --settings of
             `lit-layers report`
         allow_suspect: also use checkpoints that the audit of their series found suspect
         seed: random seed

@@ -142,7 +142,7 @@ class Run:
         given["enable_checkpointing"] = is_asked or given["enable_checkpointing"]
         trainer = _new_trainer(given, self.root)
         if isinstance(self.datamodule, LitStepData):
-            # The callbacks in `also` need the model before training begins, or save other weights: refuse them.
+            # Refuse also callbacks that need the model before training begins, or do not save the trained weights.
             refuse_another_order(trainer, also=(BaseFinetuning, ModelPruning, WeightAveraging))
         if trainer.is_global_zero:
             process.set_threads(trainer.strategy.root_device, trainer.num_devices)
@@ -209,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                # `_closing` writes the report again: it is missing if the process was killed after training.
+                # `_closing` writes the report again, because it is missing if the process was killed after training.
                 if run.trainer.is_global_zero:
                     run.folder.reopen(point.step)
             else:
@@ -272,14 +272,15 @@ def _closing(run: Run) -> Iterator[None]:
         if run.folder.started:
             _close(run, time.perf_counter() - started, run.code, run.last_step or axis_step(run.trainer))
         if run.code in (0, TERMINATED, DIVERGED):
-            # torchrun and `srun --kill-on-bad-exit=1` kill the other ranks when one fails, so all ranks wait here.
+            # torchrun and `srun --kill-on-bad-exit=1` kill the other ranks as soon as one exits with an error. So each
+            # rank waits here until all ranks have closed the run.
             run.trainer.strategy.barrier()
 
 
 def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
     """Write the end of the run to run.json and to the report, print failures, and finish the W&B mirror.
 
-    If the report fails, the reason is printed; the exit code stays, and the W&B mirror is still finished.
+    If the report fails, the reason is printed. The exit code does not change, and the W&B mirror is still finished.
     """
     finish_first()
     root, mirror = run.root, run.mirror

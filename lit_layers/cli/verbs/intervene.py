@@ -37,8 +37,8 @@ class Interventions:
     Args:
         tokenizer: name or folder of the tokenizer (default: the model's own)
         variants: which orders of blocks (docs/interventions.md): all, or comma-separated names: baseline,
-            middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one, switch, or repeat_one, which all
-            does not include
+            middle_repeat, skip, parallel, reverse, random, looped_parallel, skip_one, switch, or repeat_one (not
+            included in all)
         schedule: a custom order, such as '1 2 (3,4,5) (3,4,5) 6': blocks in parentheses run side by side, and their
             outputs are averaged. Separate several orders with ;
         middles: numbers of middle blocks to change: all (every possible number), or a list such as 1,5,9
@@ -184,10 +184,10 @@ def _refuse_another_kind(options: Interventions, target: Target) -> None:
 
 
 def _speed_options(chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that select orders of blocks, reduced to those that `--speed` measures.
+    """Return the options that select orders of the blocks, without the orders that `--speed` does not measure.
 
     Random orders are left out, because they take as long as the reversed order. Variants of single blocks are also
-    left out. Only one number of loops is kept.
+    left out. `loops`, how many times looped_parallel runs the middle blocks, keeps only one value.
     """
     names = [name for name in chosen["variants"] if name not in ("random", *orders.BLOCK_NAMES)]
     published = orders.PUBLISHED_LOOPS

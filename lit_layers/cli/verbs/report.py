@@ -44,8 +44,8 @@ def report(
         wandb: also send to W&B the numbers that it does not have yet
         workspace: also create a W&B workspace with the charts of this run, in ENTITY/PROJECT
         allow_suspect: also draw checkpoints that the audit of their series found suspect
-        settings: which settings to draw if an analysis was measured with several (options, data): their names as on the
-            page, or `last` for the most recent (default: those with the most steps, usually those of the training)
+        settings: which settings (options and data) to draw if an analysis was measured with several: names as shown on
+            the page, or `last` for the most recent (default: those with the most steps, usually those of the training)
     """
     chosen = settings or ()
     if len(runs) > 1:
