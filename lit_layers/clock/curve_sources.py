@@ -154,7 +154,10 @@ def _read_table(path: Path) -> Any:
 
 
 def _read_results(path: Path) -> list[dict[str, Any]]:
-    """Return a file of lm-eval results as rows of a table, one for each score; an empty list for another JSON file."""
+    """Return a file of lm-eval results as rows of a table, one for each score.
+
+    If the file is some other JSON file, return an empty list.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -38,11 +38,11 @@ NORMAL_95 = 3.92  # width of a 95% interval in standard errors
 class StepCurve:
     """A curve over training: the values of one quantity at the checkpoints of a run.
 
-    `values` and `stderr` belong to the checkpoints in `at`, steps or tokens in ascending order, (checkpoints,) each.
-    `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds, checkpoints),
-    and their mean in `values`. `prompts` are the values of each prompt, (prompts, checkpoints), NaN where undefined;
-    None if the run did not store them. Curves with equal `prompts_of` have the same prompts in the same order.
-    `settings` names the options and data with which the curve was measured.
+    `at` holds the steps or tokens of the checkpoints in ascending order. `values` and `stderr` have one entry for each
+    checkpoint. `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds,
+    checkpoints), and their mean in `values`. `prompts` are the values of each prompt, (prompts, checkpoints), NaN where
+    undefined. It is None if the run did not store them. Curves with equal `prompts_of` have the same prompts in the
+    same order. `settings` names the options and data with which the curve was measured.
     """
 
     run: str
@@ -325,9 +325,10 @@ class LayerCurve:
 
 
 def layer_curves(curves: Sequence[StepCurve], *, seed: int = 0) -> list[LayerCurve]:
-    """Return the statistics over layers of each metric that is measured at 3 layers or more, without the embedding.
+    """Return the statistics over layers of each metric that is measured at 3 layers or more.
 
-    A metric is left out if its analysis already measured such statistics. The results are in the order of `curves`.
+    The embedding does not count as a layer. A metric is left out if its analysis already measured such statistics. The
+    results are in the order of `curves`.
     """
     measured = {(curve.run, curve.analysis, curve.metric) for curve in curves}
     layered = [curve for curve in curves if curve.layer and "of" not in curve.tags and not _is_statistic(curve.metric)]
@@ -431,7 +432,7 @@ def _statistics(rows: Array, layers: NDArray[np.int64], better: str | None) -> A
     """Return statistics over layers, (curves, statistics), of `rows` (curves, layers): a metric's values at `layers`.
 
     The columns are Spearman's rho with depth, the share of rising layers and the largest drop. If `better` is "higher"
-    or "lower", two chosen layers follow: the first on the plateau and the best.
+    or "lower", two layers follow: the first layer of the plateau, and the layer with the best value.
     """
     import torch
 

@@ -24,7 +24,8 @@ from lit_layers.functional.emergence.curve_times import (
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
-# The first columns of times.csv. The ends of the other intervals and two counts of checkpoints follow them.
+# The first columns of times.csv. More columns follow: the ends of the intervals of onset, peak and plateau, and two
+# counts of checkpoints.
 COLUMNS = ("run", "analysis", "metric", "layer", "tags", "emerges", "changes", "p_value", "onset", "halfway")
 COLUMNS = (*COLUMNS, "halfway_low", "halfway_high", "peak", "plateau", "before", "not_yet", "over")
 Timed = tuple[StepCurve, EmergenceTimes]
@@ -120,10 +121,10 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 
 
 def times_table(clock: Clock) -> pd.DataFrame:
-    """Return a table with one row per curve. Its first columns are `COLUMNS`.
+    """Return a table with one row per curve.
 
-    The ends of the intervals of onset, peak and plateau follow, and the numbers of checkpoints with and without a
-    value.
+    Its first columns are `COLUMNS`. Then come the ends of the intervals of onset, peak and plateau, and the numbers of
+    checkpoints with and without a value.
     """
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
@@ -163,8 +164,8 @@ def probability_before(first: EmergenceTimes, second: EmergenceTimes, *, paired:
     i of the other, because both come from `emergence_times` with the same `counts`.
 
     If a half-way point may lie before the first checkpoint, its draws are only upper bounds. If it may lie after the
-    last checkpoint, they are only lower bounds. The probability is NaN if such bounds leave the order undecided in more
-    than the share `UNDECIDED` of the draws.
+    last checkpoint, they are only lower bounds. The probability is NaN if the share of draws whose order such bounds
+    leave undecided is larger than `UNDECIDED`.
     """
     ahead, behind = _share_before(first, second, paired), _share_before(second, first, paired)
     is_open = any((*first.open_ends, *second.open_ends))

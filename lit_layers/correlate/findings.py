@@ -1,4 +1,4 @@
-"""Correlations of a metric with a score, over models or over layers, and other variables that explain them."""
+"""Correlations of a metric with a score, over models or layers, and confounders that may explain them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from lit_layers.functional import correlation
 from lit_layers.functional.correlation import Correlation, UndefinedError
 
 Column = NDArray[np.float64]
-CONFOUNDED = 0.5  # warn if the R² of the metric with its baseline or with a size is higher
+CONFOUNDED = 0.5  # warn if the R² of the metric with its baseline or with a size of the model is higher
 FEW = 10
 _FEWEST_DRAWN = 5  # fewest models for a bootstrap interval: resamples of fewer models mostly repeat two or three
 
@@ -86,7 +86,7 @@ def correlate(
         table: The models.
         given: Columns to hold fixed in partial correlations, first one by one and then all together. The sizes of
             the models and the metric's baseline are always held fixed one by one, if the table has them. The baseline
-            is the value of the metric by chance, or the value predicted from the width.
+            is the value that the metric would have by chance, or the value predicted from the width.
         group: Column for correlations within groups of models with the same value of it. If it is None, the group
             column of the table is used, if there is one.
         resamples: Number of bootstrap resamples of the models, for percentile intervals.
@@ -319,8 +319,8 @@ class ModelFindings:
 class LayerFindings:
     """The results of `correlate_layers` for all models.
 
-    `basis` is a sentence for the page. It says whether the scores of other models chose the metric and the direction
-    (smallest or largest value) that choose a layer.
+    A rule picks a layer: it takes the layer with the smallest or largest value of a metric. `basis` is a sentence for
+    the report page. It says whether the rule was selected with the scores of other models.
     """
 
     models: list[ModelFindings]

@@ -162,7 +162,7 @@ def read_run_models(folders: Sequence[Path]) -> list[RunModel]:
 def _roots(folder: Path) -> list[Path]:
     if (folder / "measurements.jsonl").is_file():
         return [folder]
-    # Include runs without measurements, so that they are named as left out and not ignored.
+    # Include runs without measurements, so that they are reported as left out instead of silently ignored.
     inner = sorted({path.parent for name in ("measurements.jsonl", "run.json") for path in folder.glob(f"*/{name}")})
     if not inner:
         what = "it and the folders in it have none" if folder.is_dir() else "no such folder"
@@ -224,7 +224,7 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    # the variants that differ from those of a plain mean in as few tags as `best` does
+    # the variants that are as close to a plain mean as `best` is
     plain = [tags for tags in distinct if plainest([tags, best]) is tags]
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))
@@ -305,7 +305,7 @@ def numeric(column: Any, names: Any, expected: str) -> Any:
 def find_model(name: str, others: Sequence[str]) -> list[int]:
     """Return the indices of the names in `others` that equal `name`.
 
-    If none does, return those of the names whose last component, after the last `/`, is that of `name`.
+    If there is none, compare only the parts after the last `/`, and return the indices of the names that agree.
     """
     short = name.rstrip("/").split("/")[-1]
     whole = [index for index, other in enumerate(others) if other == name]
@@ -377,8 +377,8 @@ class ModelTable:
 def published() -> ModelTable:
     """Return the 28 language models in the figure of the coupling paper, with the coupling predicted from width.
 
-    The column `width_alone` is 1 - 1/sqrt(K), where K = int(0.1 width) is the number of compared singular vectors. This
-    is the coupling with the nuclear norm (p = 1) of blocks that share no directions and have equal singular values.
+    The column `width_alone` is 1 - 1/sqrt(K), where K = int(0.1 width) is the number of compared singular vectors. Two
+    blocks that share no directions and have equal singular values have this coupling, in the nuclear norm (p = 1).
     """
     folder = files("lit_layers.correlate")
     frame: Any = pd.read_csv(io.StringIO(folder.joinpath("published.csv").read_text(encoding="utf-8")), comment="#")
@@ -423,7 +423,7 @@ def table_of_models(
         layer: The layer of the metric. If it is None, the value for the whole model is used or, if there is none, that
             of the last layer.
         step: The checkpoint of training runs. If it is None, the last one that has the metric is used.
-        source: Name of the source, for the page.
+        source: Where the runs come from, as shown on the report page.
 
     Raises:
         InputError: No model has the metric or score, or several values with different tags remain.
@@ -596,7 +596,7 @@ def _table(
 ) -> ModelTable:
     """Return the table of the models in `frame` that have both a metric and a score.
 
-    The other models are in its `left_out`, with the reasons.
+    The table's `left_out` holds the other models with the reasons.
     """
     if (twice := frame["model"].duplicated()).any():
         raise InputError(f"{where} has more than one row for {frame['model'][twice].iloc[0]}")

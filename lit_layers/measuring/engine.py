@@ -73,7 +73,7 @@ def _worker_call(pickled: bytes, sender: _Sender, *arguments: Any) -> tuple[Any,
     """
     path, code, threads = sender
     sys.path += [each for each in path if each not in sys.path]  # at the end, so that modules of --code hide no others
-    if versions() != code:  # do not run a task that was pickled with other classes
+    if versions() != code:  # do not run a task that was pickled by another version of the code
         return None, versions()
     torch.set_num_threads(threads)  # as in the sending process, so that sums are rounded equally
     try:

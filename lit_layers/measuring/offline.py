@@ -159,8 +159,8 @@ class _Measuring:
     device: torch.device
     earlier: SeriesMeasurements
     progress: Progress
-    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # by name of the checkpoint
-    verdicts: dict[str, str] = field(default_factory=dict)  # by name of the checkpoint
+    analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # key: name of the checkpoint
+    verdicts: dict[str, str] = field(default_factory=dict)  # key: name of the checkpoint
     unmeasured: dict[str, str] = field(default_factory=dict)  # name of a checkpoint that cannot be measured -> reason
     fitting: set[int] = field(default_factory=set)  # `id` of each list of analyses that was found to fit a model
     broken: set[tuple[str, int | None]] = field(default_factory=set)  # run and step of checkpoints that failed
@@ -220,7 +220,7 @@ class _Measuring:
         return [one for one in listed if one not in suspects]
 
     def _unlisted(self) -> dict[str, str]:
-        """Return a dict from the name of each checkpoint whose files cannot be listed to the reason.
+        """Return the reasons why the files of some checkpoints cannot be listed, by name of the checkpoint.
 
         These checkpoints are left out, and the others are measured.
         """
@@ -366,7 +366,7 @@ class _Measuring:
         checkpoint = next(one for one in self.series.checkpoints if one.name == name)
         self.device = device_of(self.options.device)
         chosen = [one for one in self.analyses[name] if one.name in analyses]
-        _, fetched = next(_held := prefetch([checkpoint]))  # keeps a reference, as a garbage-collected download stops
+        _, fetched = next(_held := prefetch([checkpoint]))  # keep a reference: garbage collection stops a download
         return [*measure_unless_done([self._visit(checkpoint, fetched, chosen)], self.earlier.store)]
 
     def on_error(self, visit: Visit, why: InputError) -> None:
@@ -380,9 +380,9 @@ class _Measuring:
     def finished(self, audited: Sequence[Checkpoint]) -> SeriesResult:
         """Complete the result of `analyze_series` and return it.
 
-        If the first audit read the weights of only some checkpoints, the series is audited again after measuring,
-        because more weights may be local now. `num_known` in the result counts the measurements that existed before
-        this call.
+        An audit checks whether checkpoints are what their names say, as far as their weights are on the local disk. If
+        weights were missing in the first audit, a second audit follows here, because measuring may have downloaded
+        them. `num_known` in the result counts the measurements that existed before this call.
         """
         if self.result.audit.level == "listing" and self.result.measurements and not self.series.is_single:
             self._judge(audited)

@@ -32,7 +32,8 @@ from lit_layers.records import Measurement, Record, Store
 
 logger = logging.getLogger(__name__)
 
-# Upper limit in bytes of the states of a microbatch: first on a CPU, then on a GPU or with blocks offloaded to disk.
+# Upper limit in bytes of the states of a microbatch. The first value is for a CPU. The second is for a GPU, or for
+# blocks that are offloaded to disk.
 STATE_BYTES = 2**26, 2**28
 
 
@@ -321,9 +322,10 @@ class _Group:
                 reader.outcome.error, reader.outcome.failure = kind_and_words(failure), failure
 
     def _show(self, views: _Views, batch: Batch, count: int, due: list[tuple[_Reader, int, int, int]]) -> None:
-        """Run the model on a microbatch, and make the calls of `update` in `due`, each on a copy of the states.
+        """Run the model on a microbatch of `count` rows, and make the calls of `Analysis.update` that `due` lists.
 
-        If an analysis changes the model, the model runs again for the remaining analyses.
+        Each call gets its own copy of the hidden states. If an analysis changes the model, the model runs again for the
+        remaining analyses.
         """
         seen: Trajectory | None = None
         for position, (reader, i, start, stop) in enumerate(due):
@@ -483,7 +485,7 @@ def collect(analysis: Analysis, results: Iterable[Record]) -> list[Record]:
     """Return the records of an analysis as a list.
 
     Raises:
-        ValueError: if there is no record, or an analysis with `update` has no record with a value.
+        ValueError: if there is no record, or if an analysis that implements `update` has no record with a value.
     """
     records = list(results)
     if type(analysis).update is not Analysis.update:

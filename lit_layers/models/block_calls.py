@@ -191,7 +191,7 @@ def state_of(output: Any) -> Tensor:
 
 
 def rows_of(value: Any, some: slice, batch_size: int) -> Any:
-    """Return an argument of a block call with only the rows `some` of each tensor in it that has `batch_size` rows.
+    """Return an argument of a block call, in which each tensor of `batch_size` rows is cut to the rows `some`.
 
     Arguments in `SHARED` keep all rows: their first dimension is not the batch, but may have the same size by chance.
     """

@@ -128,13 +128,13 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
     `model` is on the meta device. The global random state and `model` do not change.
 
     Raises:
-        InputError: if the constructor arguments are unknown: for a user's own network, and for a timm model that comes
-            from neither `vit` nor `load`.
+        InputError: if the constructor arguments are unknown. This is the case for a user's own network, and for a timm
+            model that was made by neither `vit` nor `load`.
     """
     model = plain_model(model)
     if hasattr(model, "config"):
-        # Initialize without padding rows of the vocabulary, then add them: a saved model has no padding rows, and must
-        # get the same new weights as the padded model in training.
+        # Draw the random weights without padding rows of the vocabulary, then add these rows. A saved model has no
+        # padding rows. So the function draws the same weights for it as for the padded model in training.
         with seeded(seed):
             fresh = type(model)._from_config(_unpadded_config(model), dtype=torch.float32)
             if is_padded(model):
@@ -311,7 +311,7 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # remove the statistics of ImageNet, which timm writes for such a model
+    if pixel_statistics(model) is None:  # remove ImageNet's, which timm writes for models without statistics
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)
@@ -361,7 +361,7 @@ def quiet(seed: int = 0, *, reports: bool = True) -> Iterator[None]:
 
 # Padded vocabularies: embedding and head get rows that belong to no token, so that matrix products are faster.
 
-TRUE_SIZE = "unpadded_vocab_size"  # field of a padded model's config: its number of real tokens
+TRUE_SIZE = "unpadded_vocab_size"  # field of a padded model's config: size of its vocabulary without padding
 
 
 def true_vocab_size(model: Network) -> int:

@@ -154,7 +154,7 @@ class BFloat16View(LayeredModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32  # dtype of the states; the first parameter of a block may be bfloat16
+        return torch.float32  # the states are float32, even if the first parameter of a block is bfloat16
 
     @property
     def precision(self) -> str:

@@ -101,9 +101,9 @@ def random_inputs(model: nn.Module, num_tokens: int, batch_size: int, seed: int)
 def layer_latencies(model: LayeredModel, batch: Batch, *, rounds: int = 20, warm_up: int = 3) -> Tensor:
     """Return the seconds from the start of a call to each layer, 0 to L, (layers + 1).
 
-    The value of layer l is the cost of a model that is truncated to l blocks, without final norm and head. It sums the
-    median times, over rounds, of the embedding and of these blocks. All layers are timed in the same passes. On a GPU,
-    the device is synchronized at every layer.
+    The value of layer l is the cost of a model that is truncated to l blocks, without final norm and head. It is
+    the sum of the times of the embedding and of these blocks, each the median over rounds. All layers are timed in the
+    same passes. On a GPU, the device is synchronized at every layer.
 
     Args:
         rounds: number of timed passes.

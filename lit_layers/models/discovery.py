@@ -122,7 +122,7 @@ def find_blocks(
         ids = {id(module) for module in members}
         row = [call for call in calls if id(call.module) in ids]
         if any(path.startswith(f"{outer}.") for outer in chains) or not row:
-            continue  # skip lists inside a sequence of blocks, and lists whose modules do not run
+            continue  # leave out lists that lie inside a sequence of blocks, and lists whose modules do not run
         if (reason := _mismatch(path, members, row, probe)) is None:
             chains[path] = row
         else:

@@ -105,7 +105,7 @@ def language_head(model: Network, normed: Tensor) -> Tensor:
 
 
 def roberta_head(model: Network, hidden: Tensor) -> Tensor:
-    """Return the scores that the head gives the states: of the vocabulary, or of classes per text or per token.
+    """Return the head's scores for the states: over the vocabulary, or over classes, per text or per token.
 
     If the model has no head, return the states unchanged.
     """
@@ -255,7 +255,10 @@ class Family:
 
     @property
     def proof(self) -> Mapping[str, Any] | None:
-        """Results of the checks by name. It is None for a row of `FAMILIES`, which is not checked."""
+        """Results of the checks that the blocks reproduce the model, by name of the check.
+
+        None for the entries of `FAMILIES`, which are not checked.
+        """
         return dict(self.checks) if self.checks else None
 
     def container(self, model: Network) -> nn.Module:
@@ -334,8 +337,8 @@ FAMILIES = (
     # ends in a norm.
     Family("roberta", tuple(f"Roberta{head}" for head in _HEADS), "encoder.layer", None, roberta_head, options=(),
            first_position=roberta_offset),
-    # A row also works for image models without weights (meta device). `structure` must run a model to count its prefix
-    # tokens. Every ViT and DeiT of timm is this class or derives from it.
+    # Thanks to this entry, image models without weights (meta device) can be read. Without an entry, `structure` would
+    # have to run the model to count its prefix tokens. Every ViT and DeiT of timm is this class or derives from it.
     Family("timm_vit", ("VisionTransformer",), "blocks", "norm", timm_head, package="timm", inputs=IMAGES, options=(),
            vision=TIMM, call=call_timm, features=timm_features),
     _images("vit", "ViT", class_token_head),

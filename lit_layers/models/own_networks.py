@@ -41,7 +41,7 @@ class _Facts:
     needs_mask: bool = False  # whether the mask has no default, so that texts without padding also need one
     targets: str | None = None  # name of an argument without which some tokens get no scores (nanoGPT), or None
     key: Any = None  # name or index of the scores in the output; None if the output is the scores
-    scores_words: bool = False  # whether the scores are over the vocabulary, for each token
+    scores_words: bool = False  # whether the network returns logits over the vocabulary for each token
 
     @property
     def takes_images(self) -> bool:
@@ -49,7 +49,7 @@ class _Facts:
 
 
 class OwnNetwork(nn.Module):
-    """A user's network with a config, called with `input_ids`, that returns only its scores.
+    """A user's network with a config. It is called with `input_ids` and returns only its scores (logits).
 
     Its class has the name of the network's class. Weights, buffers and hooks are those of the network.
     """
@@ -83,7 +83,7 @@ class OwnNetwork(nn.Module):
             ) from error
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the last linear or embedding module with one row per vocabulary score.
+        """Return the last linear or embedding module whose weight has one row per entry of the vocabulary.
 
         Return None if the network returns no logits over a vocabulary.
         """
@@ -122,7 +122,7 @@ class OwnImageNetwork(OwnNetwork):
 
 
 def is_known(model: nn.Module) -> bool:
-    """Return whether a model is of transformers or timm, or an `OwnNetwork`, so that its config says how to call it."""
+    """Return whether a model is from transformers or timm, or an `OwnNetwork`: its config then says how to call it."""
     of_transformers = hasattr(model, "base_model") and hasattr(getattr(model, "config", None), "to_json_string")
     return is_timm(model) or of_transformers or isinstance(model, OwnNetwork) or row_of(model) is not None
 
@@ -149,7 +149,7 @@ def wrap_own(model: nn.Module) -> Network:
     """Return a transformers or timm model unchanged, and any other network in an `OwnNetwork`.
 
     Raises:
-        InputError: if the network takes neither token ids nor images of a size that it states.
+        InputError: if the network takes neither token ids nor images of a size that it declares.
     """
     if is_known(model):
         return model

@@ -26,9 +26,9 @@ def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence
 
 
 def keep_pixel_statistics_(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Set the pixel statistics of a timm model from `settings`, the content of its config.json, if it has any.
+    """Set the pixel statistics of a timm model from `settings`, the content of its config.json, if they contain any.
 
-    Otherwise, timm would use the statistics of ImageNet.
+    Without this call, timm would use the statistics of ImageNet.
     """
     config = settings.get("pretrained_cfg", settings)
     if "mean" in config and "std" in config:
@@ -44,7 +44,8 @@ def keep_preprocessor_(model: nn.Module, settings: Mapping[str, Any]) -> None:
     if mean is None or std is None:
         return
     # transformers first rescales pixels from 0..255, by default to 0..1, and then normalizes them. This package stores
-    # the mean and std of pixels in 0..1. So divide them by `brightest`, the value of a pixel of 255 after rescaling.
+    # the mean and std of pixels in 0..1. So divide transformers' mean and std by `brightest`, the value that a pixel of
+    # 255 has after rescaling.
     brightest = 255 * settings.get("rescale_factor", 1 / 255) if settings.get("do_rescale", True) else 255.0
     config: Any = model.config
     statistics = (_channels(value, config.num_channels, brightest) for value in (mean, std))

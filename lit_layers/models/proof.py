@@ -197,7 +197,7 @@ class PositionTables(TorchFunctionMode):
         if func is F.embedding and len(args) > 1 and args[0].shape[-1:] == self.count.shape:
             ids = args[0].reshape(-1, len(self.count))[0].cpu()
             if bool((ids - ids[0] == self.count).all()):
-                fits = len(args[1]) - int(ids[0])  # RoBERTa starts at 2, so 514 rows fit 512 tokens
+                fits = len(args[1]) - int(ids[0])  # RoBERTa's first id is 2, so 514 rows fit 512 tokens
                 self.limit = fits if self.limit is None else min(self.limit, fits)
         return func(*args, **(kwargs or {}))
 

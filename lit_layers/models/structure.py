@@ -135,7 +135,7 @@ def _prove_float32(model: Network) -> FoundFamily:
     """Run all checks of `prove` on a model; if a weight has 16 bits, on a float32 copy of the model.
 
     In float32, the checks allow only small rounding errors, so they also detect small differences. A model with weights
-    on the disk is not copied.
+    offloaded to disk is checked as it is, without a copy.
     """
     if any(each.is_meta for each in model.parameters()) or all(each.dtype.itemsize != 2 for each in model.parameters()):
         return prove(model)
@@ -207,7 +207,7 @@ def _tensors(model: Network) -> dict[str, Tensor]:
 
 
 def _checked(evidence: Evidence) -> FoundFamily:
-    """Check the recorded block calls of a model; return its family, with the fields set that the checks determine."""
+    """Check the recorded block calls of a model, and return its family with the results of the checks filled in."""
     family, probe = evidence.family, evidence.probe
     if is_own := isinstance(evidence.model, OwnNetwork):
         evidence.check_alone()
@@ -253,11 +253,12 @@ def _config_limit(config: Any) -> int | None:
     """
     config = text_config(config)
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # or one rope per layer type
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # `rope` may have a dict per layer type
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
     if lengths:
         return min(lengths)
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # the second in MPT
+    # The config of MPT names this limit `max_seq_len`.
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 def rebuilt_error(model: Network) -> float:

@@ -91,7 +91,7 @@ class LayeredModel:
         return can_predict and _CAUSAL.get(self.model, True)
 
     def _is_causal(self) -> bool:
-        """Return whether the last token of a text leaves all states before it unchanged.
+        """Return whether a change of the last token of a text leaves all states before it unchanged.
 
         The class is not enough to know this, because the config may say `is_causal: false`.
         """
