@@ -1,9 +1,9 @@
 """Records, measurements, and the rules that decide which of them form one curve.
 
 The identity of a measurement is (run, step, analysis, config hash, data hash). If several measurements have the same
-identity, only the last one is used. A run has one training: measurements of two trainings under one name are refused.
-If a training is resumed at an earlier step, it abandons the measurements of later steps that it made before: no curve
-includes these.
+identity, only the last one is used. Measurements of two training runs with the same run name are refused.
+If a training run is resumed at an earlier step, it abandons the measurements of later steps that it made before. No
+curve includes abandoned measurements.
 
 The two hashes are the *settings* of a measurement: the options of the analysis and its data. A curve has numbers of the
 same settings only. By default these are
@@ -176,18 +176,18 @@ def short(settings: str) -> str:
 
 
 def drop_abandoned(measurements: Iterable[Measurement], known: Lineage | None = None) -> list[Measurement]:
-    """Return the measurements without those that their training abandoned.
+    """Return the measurements without those that a training run abandoned when it was resumed.
 
-    A training that is resumed at a step abandons the measurements of later steps that it made before. Each measurement
-    records the steps at which its training had been resumed when it was made. `known`, if given, has the complete list
-    of these steps.
+    A training run that is resumed at a step abandons the measurements of later steps that it made before. A measurement
+    records the steps at which its training run had been resumed until then. `known`, if given, has the complete list of
+    these steps.
 
     Raises:
-        InputError: a run has measurements of two trainings.
+        InputError: measurements of two training runs have the same run name.
     """
     measurements = [*measurements]
     trainings: dict[str, str] = {}  # id of the training, by name of the run
-    ways = {known.training: known.resumed} if known else {}  # all steps at which a training was resumed, by its id
+    ways = {known.training: known.resumed} if known else {}  # training id -> all steps at which it was resumed
     for m in measurements:
         if m.step is not None and (training := trainings.setdefault(m.run, m.training)) != m.training:
             raise InputError(
@@ -206,7 +206,7 @@ def latest(measurements: Iterable[Measurement]) -> list[Measurement]:
     Failed measurements are included. Measurements that a resumed training abandoned are not (see `drop_abandoned`).
 
     Raises:
-        InputError: a run has measurements of two trainings.
+        InputError: measurements of two training runs have the same run name.
     """
     last: dict[tuple[Any, ...], Measurement] = {}
     for measurement in drop_abandoned(measurements):
@@ -237,7 +237,8 @@ def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[
     them. `all` returns the measurements of all settings.
 
     Raises:
-        InputError: no analysis has these settings, one analysis has several of them, or a run has two trainings.
+        InputError: no analysis has these settings, one analysis has several of them, or two training
+            runs have the same name.
     """
     return split_shown(measurements, settings)[0]
 
@@ -273,7 +274,7 @@ def split_shown(
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of each package that can change measured numbers or a training.
+    """Return the versions of Python and of each package that can change measured numbers or a training run.
 
     Packages that only provide files or texts are left out, because hashes of these files and texts are recorded.
     """
@@ -364,6 +365,9 @@ def _refuse_unknown(asked: Sequence[str], curves: Collection[Mapping[str, set[in
 
 
 def _is_named(settings: str, asked: str) -> bool:
-    """Return whether `asked` names the settings `CONFIG.DATA`: `asked` has the beginning of one or both hashes."""
+    """Return whether `asked` abbreviates `settings`, two hashes written as CONFIG.DATA.
+
+    `asked` is the beginning of CONFIG, or the beginnings of both hashes with a dot between them.
+    """
     hashes, beginnings = settings.split("."), asked.split(".")
     return len(asked) > 0 and len(beginnings) <= len(hashes) and all(map(str.startswith, hashes, beginnings))

@@ -126,7 +126,7 @@ class LayerResult:
         If a model's name occurs in both, all models of `other` get a number after their names.
 
         Raises:
-            InputError: no analysis was run on the models of both.
+            InputError: the two results have no analysis in common.
         """
         if not {m.analysis for m in self.measurements} & {m.analysis for m in other.measurements}:
             raise InputError("compare: expected an analysis that was made of both, there is none")

@@ -78,7 +78,7 @@ FAILED = "failed"  # the metric of a record whose computation failed; `Store.is_
 
 
 def append(path: str | Path, measurement: Measurement) -> None:
-    """Append a measurement to a file and return when it is on the disk.
+    """Append a measurement to a file, and return once it is on the disk.
 
     Raises:
         InputError: the file cannot be written.
@@ -284,10 +284,10 @@ class ScalarLog:
         self._row |= {name: int(value) if isinstance(value, int) else float(value) for name, value in scalars.items()}
 
     def close(self, *, durably: bool = True) -> None:
-        """Write the values collected for the current step. Return when every row is in the file.
+        """Write the values collected for the current step to the file.
 
-        With `durably`, return only when every row is on the disk. No row is lost if the process is then killed, even
-        without `durably`. A power failure may lose the rows written since the last durable close.
+        With `durably`, also wait until every row is on the disk. Without it, no row is lost if the process is killed,
+        but a power failure may lose the rows written since the last durable close.
         """
         self._write_row()
         if durably and self.path.exists():
@@ -378,7 +378,7 @@ def write_values(root: Path, measurement: Measurement) -> None:
 
     The `states` of layer L are named `layer-L`. Values are written for numbers that form curves, not for matrices,
     maps, or scores on the rows that a probe was fitted to. If the file cannot be written, this only warns, because the
-    numbers themselves matter more.
+    records hold the means of these values.
     """
     tensors = {f"layer-{record.layer}": record.states for record in measurement.records if record.states is not None}
     for record in measurement.records:
@@ -485,7 +485,8 @@ def write_line(file: BinaryIO, line: Mapping[str, Any]) -> None:
     text = json.dumps(_plain(line), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     content = text.encode("utf-8", "replace") + b"\n"  # file names may have lone surrogates, which UTF-8 cannot encode
     written = file.write(content)
-    while written < len(content):  # a signal or a full disk cuts a write; if the disk is full, the next write raises
+    # A signal or a full disk can cut a write short. If the disk is full, the next write raises.
+    while written < len(content):
         written += file.write(content[written:])
 
 

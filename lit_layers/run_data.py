@@ -70,8 +70,8 @@ class RunData:
 def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     """Return the content of a run folder, also that of an interrupted run.
 
-    `settings` chooses which settings (options and data of an analysis) form the curves, instead of the default that
-    `lit_layers.identity` explains.
+    `settings` names the settings (options and data of an analysis) that form the curves. `lit_layers.identity`
+    explains the default.
 
     Raises:
         InputError: the folder is not a run folder, a file is corrupt, or no analysis has these settings.
@@ -150,7 +150,7 @@ def summary(run: RunData) -> list[tuple[str, str]]:
 
 
 def cost(run: RunData) -> list[dict[str, Any]]:
-    """Return the rows of a report's table of costs, for each analysis, all analyses, and saving checkpoints.
+    """Return the rows of a report's table of costs: one per analysis, one for all analyses, one for saving checkpoints.
 
     Each row has the number of measurements, the seconds, and the share of the run's wall time, if known.
     """
@@ -215,7 +215,7 @@ def provenance(run: RunData) -> dict[str, Any]:
 
 
 def shortened(text: str) -> str:
-    """Return a text of provenance with long hashes shortened for a table.
+    """Return a provenance text with its long hashes shortened, for a table.
 
     A list of more than two files with their hashes becomes the number of files.
     """

@@ -78,7 +78,7 @@ def parse(text: str | bytes, kind: type[T], where: str | Path, remedy: str) -> T
 
 
 def check(content: Any, kind: type[T], where: str | Path, remedy: str) -> T:
-    """Return data from another parser, such as that of YAML, after the same check against `kind` as in `parse`."""
+    """Return data from another parser, such as a YAML parser, checked against the type `kind` as in `parse`."""
     try:
         return _adapter(kind).validate_python(content)
     except ValidationError as error:
@@ -145,7 +145,7 @@ def beginning(value: Any) -> str:
 
 # Ranges of options. A class keeps the ranges of its options in one dictionary, for `refuse_outside`.
 
-MANY = 10**9  # limit of steps, sequences, tokens: more is a typing mistake, and a loop over them takes too long
+MANY = 10**9  # limit of steps, sequences, tokens: a larger number is a typo, and a loop over it takes too long
 
 
 @dataclass(frozen=True)

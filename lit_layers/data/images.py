@@ -388,9 +388,9 @@ class Normalise:
 
 
 def statistics(source: ImageSource, normalisation: Normalisation) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the means and the standard deviations by which a normalisation transforms the three channels.
+    """Return the means and the standard deviations that a normalisation uses for the three channels.
 
-    They are fractions of full brightness.
+    Means and standard deviations are fractions of full brightness.
     """
     if normalisation in STATISTICS:
         return STATISTICS[normalisation]

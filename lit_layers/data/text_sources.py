@@ -59,7 +59,9 @@ class Source(ABC):
 def open_source(
     spec: str, *, column: str | None = None, separator: str | None = None, validation: float | None = None
 ) -> Source:
-    """Return the corpus named `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
+    """Return the corpus that `spec` names.
+
+    `spec` is `python`, `openwebtext`, `wikitext`, a path, or `ORG/NAME[@REVISION][:CONFIG]`.
 
     Raises:
         InputError: `spec` is none of these, or `validation` is not between 0 and 1.

@@ -67,7 +67,7 @@ def train_bpe(texts: Iterable[str], size: int) -> TextTokenizer:
     Training is deterministic.
 
     Raises:
-        InputError: The texts have too few repeated pairs of tokens to merge for `size` tokens.
+        InputError: The texts have too few repeated pairs of tokens to reach `size` tokens by merging.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

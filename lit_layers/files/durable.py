@@ -30,7 +30,7 @@ def sync(path: Path) -> None:
 
 
 def on_disk(path: Path) -> list[int]:
-    """Return size, times and inode of a file, which show that it was changed, even by a copy that keeps old times."""
+    """Return size, times and inode of a file. They differ after a change, even by a copy that keeps the old times."""
     facts = path.stat()
     return [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
 

@@ -35,12 +35,12 @@ def named_shards(content: str | bytes) -> dict[str, str]:
 
 
 def refuse_foreign_code(settings: Any, name: str | Path) -> None:
-    """Refuse the content of a config.json that names a repository as the code of its attention or experts.
+    """Refuse a config.json in which a field names a repository with the code of the attention or the experts.
 
     transformers would download that code and run it.
 
     Raises:
-        InputError: there is such a field, or an `attribute_map`, which could hide one under another name.
+        InputError: there is such a field, or an `attribute_map`, which could give such a field another name.
     """
     for part in settings if isinstance(settings, list) else ():
         refuse_foreign_code(part, name)

@@ -20,12 +20,12 @@ _held: list[tuple[Path, int]] = []  # (folder, id of the process that holds its 
 def writing(root: str | Path, *, shard: tuple[int, int] = (0, 1), part: Part = "all") -> Iterator[None]:
     """Hold the lock of a run folder for writing.
 
-    Processes that share the work as shards (i, n), with the same n, may hold it at the same time, each with its own
-    lock file. A training may leave the measuring of its checkpoints to other processes. The training
+    Processes that share the work as shards (i, n), with the same n, may hold the lock at the same time, each with its
+    own lock file. A training run may leave the measurement of its checkpoints to other processes. The training run
     (`part="training"`) and these processes (`part="measuring"`) may then also hold the lock at the same time.
 
     Raises:
-        InputError: another process writes to the folder, or it is not writable.
+        InputError: another process writes to the folder, or the folder is not writable.
     """
     if re.search(r"\w{2,}:/", str(root)):
         raise InputError(f"root: expected a folder, got {root}: mount the store, or copy the run (docs/clusters.md)")
@@ -56,7 +56,7 @@ def is_held(root: str | Path) -> bool:
 
 
 def is_training(root: str | Path) -> bool:
-    """Return whether a training whose checkpoints are measured by other processes is writing to the folder."""
+    """Return whether a training run is writing to the folder and leaves its measurements to other processes."""
     path = Path(root) / ".writer-training.lock"
     try:
         with _lock(path) if path.exists() else contextlib.nullcontext():
