@@ -19,11 +19,12 @@ def write_report(
     The page is written atomically and needs no network. A missing `.html` suffix is added to `out`; if `out` is a
     folder, the page is `report.html` in it.
 
-    Interrupted runs also work. If no measurement in the folder has a step, the page compares the models in it;
-    otherwise measurements without a step are only counted. Checkpoints that an audit found suspect are left out of all
-    curves and tables, unless `allow_suspect`; the page lists them in any case. If an analysis was measured with several
-    settings (options and data), one of them is drawn, and the page lists the others. `settings` selects which one, as
-    `lit_layers.identity` describes.
+    The page can also be written for an interrupted run. If no measurement in the folder has a step, the page compares
+    the models in it. Otherwise measurements without a step are only counted. Checkpoints that an audit found suspect
+    are left out of all curves and tables, unless `allow_suspect`. The page lists them in any case.
+
+    If an analysis was measured with several settings (options and data), one of them is drawn, and the page lists the
+    others. `settings` selects which one, as `lit_layers.identity` describes.
 
     Raises:
         InputError: `root` is not a run folder, one of its files is corrupt, or the page cannot be written.

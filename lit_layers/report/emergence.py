@@ -241,10 +241,11 @@ def write_emergence(
 
 
 def run_summary(run: str, measurements: Sequence[Measurement], root: Path) -> dict[str, Any] | None:
-    """Return the emergence section of a run's own page: sentences and a figure, or None if no curve is long enough.
+    """Return the section of a run's page on the times at which metrics emerge, or None if no curve is long enough.
 
-    It shows one variant of each metric (one value of tags such as `k`), without secondary metrics and interventions.
-    `lit-layers emerge` shows all of them.
+    The section has sentences and a figure. It leaves out secondary metrics, and values measured with changed blocks. If
+    a metric was measured for several values of a tag such as `k`, the section shows one value. `lit-layers emerge`
+    shows all of these.
     """
     shown = [replace(m, records=[r for r in shown_records(m) if "variant" not in r.tags]) for m in measurements]
     clock = times_of_run(run, shown, root)

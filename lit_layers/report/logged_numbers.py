@@ -64,8 +64,8 @@ def curves_of(
             for record in (m.records if scalars == "all" else shown_records(m))
             if record.other_layer is None
             and record.tags.keys().isdisjoint(records.AXES)
-            # Log a single number of loops, because all of them would give hundreds of curves. The table of records
-            # has all.
+            # Of the records of looped blocks, log only those with one number of loops, because all of them would give
+            # hundreds of curves. The table of records has them all.
             and record.tags.get("loops", loops) == loops
         ]
         if scalars == "plotted":
@@ -154,17 +154,18 @@ def end_of_run(root: str | Path, name: str = TABLE) -> dict[str, Any]:
 
 
 class WandbRun:
-    """Writer of measurements to a W&B run of the user; it does not change the numbers of the user's own rows.
+    """Writer of measurements to a W&B run of the user, which leaves the row numbers of the user's own rows unchanged.
 
     W&B numbers the rows of a run, and drops a row whose number is lower than that of the previous row. Measurements are
-    therefore merged into the open row, which W&B has not yet sent. A row gets at most one step. A step that cannot
-    be merged gets a row of its own: at the end of the run or, with an axis, some steps later.
+    therefore merged into the open row, which W&B has not yet sent. A row holds the measurements of at most one step.
+    Measurements that cannot be merged get a row of their own at the end of the run, or some steps later if `axis` is
+    set.
 
     Args:
         run: the W&B run.
-        axis: the key under which the user's logger writes the step into each of its rows, or None if it does not. With
-            an axis, measurements of a step are only merged into the row that the logger writes at that step. Charts
-            are also right for measurements in other rows, because W&B plots over the axis.
+        axis: the key under which the user's logger writes the step into each of its rows, or None if it does not. If
+            `axis` is set, measurements of a step are only merged into the row that the logger writes at that step.
+            Charts are also right for measurements in other rows, because W&B uses this key as the x axis.
     """
 
     # By run id: the number of the last row with measurements, and their step. Two networks may log to one run, so all
@@ -185,7 +186,8 @@ class WandbRun:
     def row(self, step: int, values: Mapping[str, Any]) -> None:
         """Queue the curves and heat maps of one step.
 
-        Without an axis, they are merged into the open W&B row (the one not yet sent) if it has no other step.
+        If the writer has no `axis`, merge them into the open W&B row (the one not yet sent), unless this row already
+        holds measurements of another step.
         """
         # Write the pending steps in rows of their own. A single pending step waits: it may be step 0, which is measured
         # before the logger writes its first row, and that row may still take it.
@@ -196,7 +198,7 @@ class WandbRun:
             self.join(step)
 
     def join(self, step: int) -> None:
-        """Merge a queued step into the open W&B row (the one not yet sent), unless this row has another step."""
+        """Merge a queued step into the W&B row not yet sent, unless this row holds measurements of another step."""
         if step not in self._pending:
             return
         number, (taken, by) = self._run.step, self._last_rows.get(self._run.id, (-1, -1))
@@ -212,7 +214,7 @@ class WandbRun:
     def flush(self) -> None:
         """Write all queued steps after the user's last row.
 
-        If the user numbers the rows (`wandb.log(step=...)`), log a warning instead.
+        If the user's code chooses the row numbers (`wandb.log(step=...)`), log a warning instead.
         """
         if self._pending and not self._is_shared:
             self.join(max(self._pending))
@@ -220,8 +222,8 @@ class WandbRun:
             return
         number = self._run.step
         if not self._is_shared and number - self._run.summary.get("_step", -1) > 1:
-            # The user numbers the rows. Write no queued step: if it took the number of the user's next row, W&B would
-            # drop that row.
+            # The user's code chooses the row numbers. Do not write the queued steps: they would take the numbers of the
+            # user's next rows, and W&B would drop those rows.
             words = "W&B: %d steps are no points of its curves, as the run has fewer rows; %s/emergence has them"
             logger.warning(words, len(self._pending), _SECTION)
             return

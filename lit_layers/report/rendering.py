@@ -74,7 +74,8 @@ def sections_of(run: run_data.RunData, *, allow_suspect: bool = False) -> tuple[
     comparing = run.compares_models
     drawable = [m for m in run.measurements if comparing or m.step is not None]
     drawable = [m for m in drawable if allow_suspect or not records.is_suspect(m)]
-    # Suspect rows that remain were allowed. Figures refuse rows with a suspect verdict, so drop the column of verdicts.
+    # Suspect rows are only left if `allow_suspect`. Figures refuse rows with a suspect verdict, so drop the column of
+    # verdicts.
     means = add_task_means(records.frame(drawable).drop(columns=records.AUDIT, errors="ignore"))
     medians = add_task_medians(means.frame)
     frame = medians.frame

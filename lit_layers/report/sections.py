@@ -20,7 +20,7 @@ from lit_layers.report.template import Block, Captioned, Cells, Choice, Group, T
 from lit_layers.run_data import RunData
 
 _TOGETHER = 6  # largest number of variants in one figure of values of the whole model
-# Groups of metrics: the metrics of one group share a figure block of the page, where the reader chooses one of them.
+# Groups of metrics. The metrics of a group share one place on the page, with a menu that selects the metric.
 _CHOSEN_FROM = ("monotonicity", "layer", "concept", "residual", "law", "stage")
 CONTROLS = ("random_labels", "relabelled_vocabulary")
 
@@ -100,7 +100,11 @@ def training(run: RunData) -> list[Block]:
 
 
 def first_surface(frame: pd.DataFrame) -> list[Block]:
-    """Return the first figure of a page, a metric over layers and steps: the logit lens loss if it was measured."""
+    """Return the first figure of a page, which shows a metric over layers and steps.
+
+    The metric is the logit lens loss, or else the first other metric that has such a figure. The list is empty if there
+    is none.
+    """
     table: Any = frame
     table = table[table["layer"].notna() & table["step"].notna() & ~is_intervention(frame)]
     counts = table.groupby(["analysis", "metric"], sort=False)["layer"].nunique()
@@ -235,11 +239,11 @@ def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
 
 
 def _variant_choices(points: list[tables.Point]) -> list[tuple[Mapping[str, Any], str]]:
-    """Return the entries of a metric's menu on the page, as tags that select points and a text; the default is first.
+    """Return the entries of a metric's menu on the page, with the default first.
 
-    An entry is a variant (set of tags). If the metric only has values of the whole model, an entry is a statistic such
-    as the median, and one figure shows all variants with this statistic. Each variant keeps its own entry if a
-    statistic has more than `_TOGETHER` variants.
+    Each entry is returned as the tags that select its points, and its text. An entry is a variant (set of tags). If the
+    metric only has values of the whole model, an entry is a statistic such as the median, and one figure shows all
+    variants with this statistic. Each variant keeps its own entry if a statistic has more than `_TOGETHER` variants.
     """
     variants = tables.variants_of(points)
     if not any(map(tables.is_on_axes, points)) and points[0].other_layer is None:

@@ -88,7 +88,10 @@ def _draw(caption: str, chart: Chart | Callable[[], Chart], kind: str) -> dict[s
 
 
 def _figure(chart: Chart | None = None, caption: str = "", *, kind: str = "", problem: str = "") -> dict[str, Any]:
-    """Return the content of one figure place on a page: a chart, the text of a problem, or nothing, which hides it."""
+    """Return the content of one figure on a page: a chart, or the text of a problem.
+
+    The page hides a figure that has neither.
+    """
     absent = chart is None and not problem
     return {"caption": caption, "chart": chart, "problem": problem, "absent": absent, "kind": kind}
 

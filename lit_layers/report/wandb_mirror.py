@@ -28,7 +28,8 @@ _INIT = 8.0  # seconds to wait for the server
 LIMIT = 300.0  # seconds to wait for uploads at the end
 # Matches a line of W&B's settings file that may name another server: any line that `wandb init` does not write.
 _ADDRESS = re.compile(r"^(?!\s*$|\s*[#;\[]|(entity|project|mode) *=|base_url *= *https://api\.wandb\.ai/?$).+", re.M)
-abandoned: "list[WandbMirror]" = []  # failed mirrors: `run_and_end` skips wandb's exit handler, which could hang
+# Mirrors that failed. If there are any, `run_and_end` skips wandb's exit handler, which could hang.
+abandoned: "list[WandbMirror]" = []
 
 
 class WandbMirror:
@@ -74,7 +75,9 @@ class WandbMirror:
         self._steps = set[int]()  # measured steps
 
     def open(self, root: str | Path, *, run_id: str, config: Mapping[str, Any]) -> None:
-        """Start or resume the W&B run, and send the points that it lacks, without suspect checkpoints.
+        """Start or resume the W&B run, and send the points that it lacks.
+
+        Measurements of checkpoints that an audit found suspect are not sent.
 
         Raises:
             InputError: W&B settings in the working directory name another server, or `mode` is online and W&B cannot be

@@ -72,9 +72,9 @@ class ProbeHead:
         return cls(facts, weight, bias, mean, scale, seen)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """Return the logits, or the values of a regression, of pooled states: (n, dim) -> (n, outputs).
+        """Return the probe's logits, or its predicted values for a regression: (n, dim) -> (n, outputs).
 
-        They have the dtype of the weights.
+        `features` are pooled states. The outputs have the dtype of the weights.
         """
         device = features.device
         rows = (features.double() - self.mean.to(device)) / self.scale.to(device)
@@ -144,10 +144,10 @@ class LayerClassifier:
         return self.head.facts
 
     def predict(self, inputs: Inputs) -> list[str] | list[float]:
-        """Return the name of the most probable class of each input, or the value of a regression.
+        """Return the name of the most probable class of each input, or the predicted value if the task is a regression.
 
         Raises:
-            InputError: The inputs have another type, or a text gives no token.
+            InputError: The inputs have the wrong type or shape, or a text has no tokens.
         """
         if (names := self.facts.classes) is not None:
             return [names[index] for index in self.probabilities(inputs).argmax(-1).tolist()]
@@ -157,7 +157,7 @@ class LayerClassifier:
         """Return the probability of each class in the order of `facts.classes`, (n, classes), on the CPU.
 
         Raises:
-            InputError: The task is a regression, the inputs have another type, or a text gives no token.
+            InputError: The task is a regression, the inputs have the wrong type or shape, or a text has no tokens.
         """
         if self.facts.classes is None:
             raise InputError(f"{self.facts.task} is a regression and has no probabilities: use predict")
@@ -167,7 +167,7 @@ class LayerClassifier:
         """Return the input of the probe: the pooled state after the last block, (n, dim), on the CPU.
 
         Raises:
-            InputError: The inputs have another type, or a text gives no token.
+            InputError: The inputs have the wrong type or shape, or a text has no tokens.
         """
         # Texts are batched by length to reduce padding. The last line restores the order of the inputs.
         order, rows = [], []

@@ -28,7 +28,7 @@ _PICK = "#c2410c"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """The layer chosen for a model and a task. Its methods write all files about it."""
+    """The layer chosen for a model and a task, with its scores; `write` writes them to files."""
 
     name: str  # name of the model in the picture
     files: ModelFiles
@@ -70,7 +70,7 @@ class Selection:
         return [*write_pictures([("layers", self.picture())], folder), *numbers]
 
     def page(self) -> str:
-        """Return the HTML page: validation scores over layers and over time, and test scores."""
+        """Return the HTML page: validation scores by layer and by computing time up to the layer, and test scores."""
         choice, picture = self.choice, self.picture()
         titles = ("Validation score over layers", "Validation score over time")
         rows = [*((f"Layer {layer}", score, layer == choice.layer) for layer, score in sorted(choice.test.items()))]
