@@ -514,8 +514,8 @@ class LayerSimilarity(Analysis):
 
     `layer_cosine` (tag `mode`) averages the cosine between a token's states at two layers within each prompt, then over
     prompts ("token"). With "flattened", all of a prompt's tokens form one vector, so tokens with a larger norm have
-    more weight. `layer_cka` is the debiased linear centred kernel alignment; it may be negative and needs 4 tokens.
-    Both have a record for every ordered pair of `layer` and `other_layer`.
+    more weight. `layer_cka` is the debiased linear centred kernel alignment. It may be negative and needs at least
+    4 tokens. Both metrics have a record for every ordered pair of `layer` and `other_layer`.
 
     `num_beginning`, `num_middle`, `num_ending` and `block_contrast` describe how `layer_stages` divides layers 1..L
     (without the embedding) into three contiguous parts. The division uses the similarity that the tag `of` names, in

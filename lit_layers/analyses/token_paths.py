@@ -120,7 +120,7 @@ class PathsInPlane(Analysis):
 
     Mean and axes of the plane are fitted to all real tokens of the prompt except the first `drop_first`. The first
     token is mostly a sink, whose state is far from all others; in an image, it is the class token. At most `num_tokens`
-    of these tokens, evenly spaced, are recorded. Each prompt and each checkpoint has its own axes. Only the first
+    of these tokens, evenly spread, are recorded. Each prompt and each checkpoint has its own axes. Only the first
     `num_prompts` prompts are measured. A prompt has no plane if it has fewer than 3 tokens, or if its final states lie
     on a line or are not finite. The tag `num_undefined` counts these prompts.
 

@@ -311,7 +311,8 @@ def _save_timm(model: nn.Module, folder: Path) -> None:
             f"cannot save this {kind} as a Hugging Face folder, as nothing names its architecture: {reason}"
         )
     save_for_hf(model, str(folder), model_args=getattr(model, TIMM_OPTIONS, None), safe_serialization=True)
-    if pixel_statistics(model) is None:  # remove ImageNet's, which timm writes for models without statistics
+    # For a model without pixel statistics, timm writes those of ImageNet: remove them.
+    if pixel_statistics(model) is None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name in ("mean", "std"):
             config["pretrained_cfg"].pop(name, None)
