@@ -22,7 +22,8 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # training runs, mostly 1.4 to 2. A checkpoint with a ratio below LINE is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
-# A detour ratio below LINE is a fault only if it is also below this share of the ratio of every other checkpoint.
+# A checkpoint is off the path only if its detour ratio, defined above, is less than FAR_LESS times the detour ratio of
+# every other checkpoint.
 FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
 # returned to old values. Healthy training runs have at least 0.67.
@@ -180,7 +181,7 @@ class Path:
         return float(np.sqrt(np.maximum(1 - np.diag(self.cosine, 1), 0)).sum())
 
     def drop(self, names: Collection[str]) -> "Path":
-        """Return the path of the same checkpoints without these tensors, or `self` if no tensor would be left."""
+        """Return the same series of checkpoints without these tensors, or `self` if no tensor would be left."""
         rest = {name: products for name, products in self.products.items() if name not in names}
         return replace(self, products=rest or self.products)
 
@@ -286,10 +287,10 @@ def _moved(one: Fingerprint, other: Fingerprint) -> float:
 
 
 def path_findings(path: Path) -> list[Finding]:
-    """Find swapped checkpoints and checkpoints off the path.
+    """Find checkpoints that were swapped, or that lie off the path of the weights during training.
 
-    A finding names checkpoints only if the path without them shows no further fault. Otherwise a single finding says
-    that several checkpoints are wrong, and names none.
+    A finding names checkpoints only if the other checkpoints show no fault. Otherwise a single finding says that
+    several checkpoints are wrong, and names none.
     """
     exchange = swapped(path)
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
@@ -330,13 +331,14 @@ def swapped(whole: Path) -> tuple[Finding, Path] | None:
     backwards = [each for each in _exchanges(path.distance) if each.order.tolist() == order[::-1]]
     pairs = [(path.steps[each.first], path.steps[each.second]) for each in (best, *backwards)]
     says = f"the weights of {', or of '.join(f'{a.label} and {b.label}' for a, b in pairs)} fit in each other's place"
-    if backwards:  # exchanging another pair gives the same path in the opposite direction
+    # Swapping another pair of checkpoints instead gives the same order of the checkpoints, but backwards.
+    if backwards:
         return Finding("swapped", f"{says}, and the weights do not show which"), whole.take(order)
     return finding("swapped", says, pairs[0]), whole.take(order)
 
 
 def _unborrowed(path: Path) -> Path:
-    """Return the path without the tensors that may have been copied from one checkpoint to another."""
+    """Leave out the tensors that return to their values in an earlier checkpoint, because they may be copies."""
     return path.drop({name for names in _borrowed(path, ()).values() for name in names})
 
 
@@ -349,10 +351,10 @@ def _is_stranger(cosine: np.ndarray, index: int) -> bool:
 class _Exchange(NamedTuple):
     first: int
     second: int
-    # Two checkpoints exchange their positions, which changes the distances between them and their neighbours.
-    order: np.ndarray  # the index of the checkpoint at each position after the exchange
-    ratio: float  # the sum of the changed distances after the exchange, divided by their sum before it
-    saved: float  # by how much the exchange reduces the sum of the changed distances
+    order: np.ndarray  # index of the checkpoint at each position, after two checkpoints have changed places
+    # Sum of the distances from the two checkpoints to their neighbours, after they change places divided by before.
+    ratio: float
+    saved: float  # how much shorter the path through all checkpoints becomes if the two checkpoints change places
 
 
 def _exchanges(distance: np.ndarray) -> Iterator[_Exchange]:
@@ -549,7 +551,8 @@ def _jumping(path: Path, judged: Mapping[str, np.ndarray]) -> Iterator[tuple[str
         if last > 1 and distance[-3, -2] > path.rounding * path.norms[name][-2]
     }
     shrunk = [path.norms[name][-1] < 0.5 * path.norms[name][-3] for name in moved]
-    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):  # if most tensors shrink, an undamaged one seems to jump
+    # If most tensors collapse to less than half their norm, a tensor that goes on training seems to jump beside them.
+    if len(moved) < 4 or sum(shrunk) * 2 > len(moved):
         return
     jump, away = np.median(list(moved.values()), axis=0).tolist()
     for name, (its_jump, its_way) in sorted(moved.items()):

@@ -160,9 +160,9 @@ def read_weights(checkpoint: Checkpoint, memory: Memory) -> None:
 def _findings_of_values(
     listed: Listed, steps: Sequence[Checkpoint], prints: Mapping[str, Fingerprint], findings: Sequence[Finding]
 ) -> list[Finding]:
-    """Return the findings on copied weights, broken or outsized values, and the path through the space of weights.
+    """Find copied weights, NaN, infinite or outsized values, and checkpoints off the path of the weights in training.
 
-    The path leaves out the checkpoints that `findings` or the findings on copies and values make suspect.
+    Checkpoints that are suspect for another reason, including those in `findings`, are left out of the path.
     """
     odd = _names(each for each in findings if each.kind == "other tensors" and not each.note)
     read = [one for one in steps if one.name in prints and one.name not in odd and prints[one.name].tensors]
@@ -203,7 +203,7 @@ def broken(listed: Listed) -> Iterator[Finding]:
 def shared_shards(listed: Listed) -> Iterator[Finding]:
     """Find weight files that several checkpoints have in common, although their other weight files differ."""
     last = listed.listing.last
-    shards: dict[tuple[str, ...], list[str]] = {}  # names of weight files, by the checkpoints that share them
+    shards: dict[tuple[str, ...], list[str]] = {}  # names of checkpoints -> the weight files they share
     holders: dict[str, dict[str, str]] = {}  # hash -> checkpoint -> file
     compared = [*listed.chosen, *([last] if last is not None and last not in listed.chosen else [])]
     for one in compared:
@@ -240,7 +240,8 @@ def gaps(listed: Listed) -> Iterator[Finding]:
             yield Finding("gap", "belong to the series and are not there", absent)
         return
     holes = [*_holes(steps)]
-    if sum(map(len, holes)) <= len(steps):  # with more holes than steps, checkpoints were saved in bursts on purpose
+    # If more steps are missing than present, checkpoints were saved in bursts on purpose. Then report no gap.
+    if sum(map(len, holes)) <= len(steps):
         yield from (Finding("gap", "missing from an even spacing", hole) for hole in holes)
 
 
@@ -258,7 +259,7 @@ def _holes(steps: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def reported(listed: Listed) -> Iterator[Finding]:
-    """Find checkpoints at steps that the manifest reports as wrong."""
+    """Report the checkpoints that the manifest lists as faulty."""
     for step, why in listed.listing.suspect.items():
         yield from (finding("reported", why, [one]) for one in listed.chosen if one.step == step)
 
@@ -289,8 +290,8 @@ def differing(
 
     Two or more checkpoints with different content at the beginning or end of the series are only noted. Training runs
     make such changes on purpose, for example for a longer context. A change that is undone later is a fault. A change
-    of only the last checkpoint is a fault, and of only the first one unless `first_may_differ`. If two contents are
-    equally frequent, the checkpoints of both are suspect.
+    at only the last checkpoint is a fault. A change at only the first checkpoint is a fault unless `first_may_differ`.
+    If two contents are equally frequent, the checkpoints of both are suspect.
     """
     counts = Counter(content for _, content in contents)
     most = max(counts.values(), default=0)

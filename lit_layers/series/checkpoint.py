@@ -82,7 +82,10 @@ class Grammar:
 
 
 def _number(text: str) -> int:
-    """Return the number in part of a checkpoint's name: 210 for 210B (billions of tokens), 15,000 for 15T."""
+    """Return the number in one part of a checkpoint's name: 7000 for 7000, 210 for 210B, 15,000 for 15T.
+
+    The suffixes B and T mean billions and trillions of tokens. Such numbers are returned in billions.
+    """
     return int(text.rstrip("BT")) * (1000 if text.endswith("T") else 1)
 
 

@@ -418,7 +418,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, "Tensor"]]:
 class ModelFiles(Source):
     """The files of one model: a folder, or a repository on the Hub whose files are downloaded on first use.
 
-    With `untrained` the weights are newly initialised with that seed.
+    If `untrained` is set, the weights are initialised at random with this number as the seed.
 
     Raises:
         InputError: there is no such model.

@@ -111,7 +111,8 @@ class HubRevisions(Series):
         grammar: how branches are named. auto recognises the known grammars. If a training run has several stages
             that each count their steps from 0, auto takes the first stage. A template such as
             `stage2-ingredient1-step{step}-*` takes another stage.
-        manifest: a file with tokens per step and suspect steps; None: the package's own, if one has the repository.
+        manifest: a file with tokens per step and suspect steps; None: the manifest in the package that has an entry for
+            this repository, if there is one.
         name: name of the series, if the repository holds several training runs.
     """
 
@@ -155,7 +156,7 @@ class HubRevisions(Series):
         """
         commits = hub.commits(self.repo)
         sources = {name: HubSource(hub, self.repo, name, commit) for name, commit in commits.items()}
-        # Of several grammars, use the first: each one selects the branches of one training run.
+        # A list has one pattern of branch names for each training run in the repository. Use the first one.
         main, first = sources.pop(MAIN, None), _listed(known or [])[:1]
         names = ordered(sources, self._grammar or (Grammar(*first) if first else recognize(sources)))
         if not names:
