@@ -1,6 +1,6 @@
 """The catalogue of all tasks (linear probes, prompts, benchmarks, GLUE and MTEB), and the rows and metrics of GLUE.
 
-The tasks are listed in `catalogue.yaml`, by what they are used for and then by name.
+`catalogue.yaml` lists the tasks by use (such as `probe` or `benchmark`), and then by name.
 """
 
 import json

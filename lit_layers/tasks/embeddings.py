@@ -130,7 +130,7 @@ def sentence_encoder(read: Callable[[str], bytes]) -> SentenceEncoder | None:
 
 
 def _pooling(read: Callable[[str], bytes], path: str) -> TextPooling:
-    """Return the pooling of a sentence encoder, which the config file at `path` of its Pooling module names."""
+    """Return the pooling of a sentence encoder, read from `path`, the config file of its Pooling module."""
     if (config := _read(read, path)) is None:
         raise InputError(f"{MODULES} names {path}, which is not there: {_REMEDY}")
     switched = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
@@ -185,7 +185,7 @@ class NotFiniteError(InputError):
 class TaskEmbeddings:
     """The embeddings of a task's texts at all layers, computed on the first request for a text and then cached.
 
-    `last_pooling` is the pooling of the last layer, or None if it is `pooling` as at the other layers. `num_cut` counts
+    `last_pooling` is the pooling of the last layer. None means `pooling`, as at the other layers. `num_cut` counts
     truncated texts. `num_empty` counts blank texts that give no token. In place of such a text, the end-of-text token
     is embedded.
     """

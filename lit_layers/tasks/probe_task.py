@@ -83,9 +83,9 @@ class TaskData:
 class ProbeTask(Task):
     """A labelled set of texts and the rules for splitting it. Nothing is read before `load`.
 
-    Equal texts are never in two of train, validation and test. Texts of test are dropped from train and validation.
-    Texts of a validation split of the source are dropped from train. If a share of the rows is held out, equal texts
-    stay together. The rows held out or drawn depend on `seed` and the texts, not on the order of the rows.
+    The same text is never in more than one of train, validation and test. Texts of test are dropped from train and
+    validation. Texts of a validation split of the source are dropped from train. If a share of the rows is held out,
+    equal texts stay together. The rows held out or drawn depend on `seed` and the texts, not on the order of the rows.
 
     Source: hierarchical analysis of monotonicity (OpenReview ZVLyyG5yS6), section 3. The validation rows are our
     addition, so that no choice is made on test rows.
@@ -142,7 +142,7 @@ class ProbeTask(Task):
             raise self.refusal("text", f"expected {{column}} or {{column[0]}} in {self.text!r}")
 
     def text_columns(self) -> list[str]:
-        """Return the columns that give a text: the column `text`, or those in the braces of the format."""
+        """Return the columns that make up a row's text: the column `text`, or those in the braces of the format."""
         return [field["column"] for field in _FIELD.finditer(self.text)] or [self.text]
 
     def load(self, folder: str | None = None) -> TaskData:
@@ -170,7 +170,7 @@ class Row(NamedTuple):
 
     text: str
     key: str  # normalised text: equal keys mean equal texts
-    label: Any  # first the label in the source, then the class index or the value of a regression
+    label: Any  # as in the source; later replaced by the class index or the value of a regression
     position: int
     origin: str  # file or split, for error messages
 
@@ -231,7 +231,7 @@ def _read(task: ProbeTask) -> tuple[dict[str, Rows], tuple[str, ...] | None, int
 def _dedupe(task: ProbeTask, parts: dict[str, Rows]) -> tuple[int, int]:
     """Drop rows from train and validation whose text is in test, and rows from train whose text is in validation.
 
-    Return the number of rows dropped for test and for validation.
+    Return the number of rows dropped because their text is in test, and because it is in validation.
     """
     counts = []
     for first, others in (("test", ("train", "validation")), ("validation", ("train",))):
@@ -299,7 +299,7 @@ def _to_split(rows: Rows, kind: str) -> TaskSplit:
 def _rows(task: ProbeTask, splits: Sequence[str]) -> tuple[Rows, tuple[str, ...] | None, int]:
     """Return the rows of some splits of the source that match the option `where`, with their labels unchanged.
 
-    Also return the class names on the Hub, or None if it has none, and the number of blank rows that were dropped.
+    Also return the class names on the Hub, or None if the Hub lists none, and the number of dropped blank rows.
     """
     columns = dict.fromkeys(task.text_columns(), "text") | {task.label: "label"}
     columns |= {column: "where" for column in task.where if column not in columns}
@@ -345,7 +345,7 @@ def _to_classes(
 
 
 def _to_values(task: ProbeTask, parts: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Return the rows of a regression with numbers as labels: the labels of the source plus `label_offset`."""
+    """Return the rows of a regression task. Each label is the number in the data set plus `label_offset`."""
     for row in (row for rows in parts.values() for row in rows):
         if isinstance(row.label, bool) or not isinstance(row.label, int | float) or not math.isfinite(row.label):
             raise task.refusal("label", f"{row.location} has {row.label!r}, a regression needs finite numbers")
@@ -410,7 +410,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def normalised(text: str) -> str:
-    """Return a text after NFKC normalisation, with its case folded and with single spaces, to find equal texts."""
+    """Return the form of a text that is compared to find equal texts: NFKC, with folded case and single spaces."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -466,7 +466,8 @@ def hold_out(keys: Sequence[str], strata: Sequence[Hashable], share: float, *, s
             if index not in held and rule(count):
                 held.add(index)
                 taken.update(count)
-    # If every unit is far larger than its quota, both passes hold out nothing. Then hold out the unit that fits best.
+    # If every group of equal texts is far larger than the number of rows to hold out, neither pass holds out a row.
+    # Then hold out the group that fits best.
     if not held and len(units) > 1:
         held.add(max(range(len(units)), key=lambda index: gain(counts[index])))
     chosen = {row for index in held for row in units[index]}

@@ -330,7 +330,8 @@ class Task:
 
         Args:
             splits: The splits, which are concatenated.
-            columns: Maps the name of each column to the option that the error for a missing column names.
+            columns: Maps the name of each column to an option. If the column is missing, the error message contains
+                this option.
 
         Raises:
             InputError: A split, file or column is missing, a file is damaged, or the Hub does not answer.
@@ -360,7 +361,7 @@ _Content = dict[Use, dict[str, Annotated[str | _Entry, schema.Expected(_ENTRY)]]
 
 
 def local_copies(use: Use, folder: str | Path) -> dict[str, TaskFiles]:
-    """Return the local copies, in a folder of local data, of the tasks that are used for `use`, by name.
+    """Return the local copies, in a folder of local data, of all tasks with the use `use`, by task name.
 
     Raises:
         InputError: The folder or its `tasks.yaml` does not exist, or `tasks.yaml` is invalid.
@@ -389,7 +390,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
 
 @functools.lru_cache(maxsize=8)
 def _entries(path: Path, *_: int) -> dict[str, dict[str, TaskFiles]]:
-    """Return all local copies that a `tasks.yaml` lists, by the use of the task and then by its name."""
+    """Return all local copies that a `tasks.yaml` lists, by use (such as `probe`) and then by task name."""
     content = schema.read_yaml(path, _Content, "write it as docs/tasks.md shows") or {}
     copies: dict[str, dict[str, TaskFiles]] = {}
     for use, entries in content.items():

@@ -65,7 +65,7 @@ class TaskRows:
 
 
 class TaskReader:
-    """A reader of a task. It loads the task once, and tokenizes the texts once for each limit of tokens."""
+    """A reader of a task. It loads the task once, and tokenizes the texts once for each token limit."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class LayerFeatures:
         self.num_rows, self.dim = self._values.shape[1:]
 
     def layer(self, layer: int, rows: np.ndarray | slice = slice(None)) -> Tensor:
-        """Return the features (rows, dim) at one layer, 0 to L, in the order of the texts, of all or some rows."""
+        """Return the features (rows, dim) of all or some texts at one layer, 0 to L, in the order of the texts."""
         return torch.from_numpy(np.array(self._values[layer, rows]))
 
     def defined(self) -> Tensor:
@@ -177,7 +177,7 @@ def text_features(
         max_tokens: Maximum number of tokens per batch.
         undefined: With "nan", a text with non-finite hidden states at a layer has a NaN vector there.
             `LayerFeatures.defined` shows which texts have a vector.
-        last_pooling: The pooling of the last layer. If None, it is `pooling` as for the other layers.
+        last_pooling: The pooling of the last layer. None means `pooling`, as at the other layers.
 
     Raises:
         InputError: A text is longer than the model allows, or with `undefined="raise"` hidden states are not finite.
@@ -217,7 +217,7 @@ def pool_texts(traj: Trajectory, batch: Batch, pooling: Pooling, states: States)
 def store_features(values: dict[Any, Tensor]) -> LayerFeatures:
     """Write the features of all texts to a temporary file and remove them from `values`.
 
-    `values` has the keys of `pool_texts`, concatenated over batches.
+    `values` has the keys of `pool_texts`. Each tensor is concatenated over the batches.
 
     Raises:
         InputError, OSError: The features cannot be written, for example because the disk is full.
