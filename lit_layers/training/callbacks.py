@@ -185,11 +185,11 @@ def _data(trainer: L.Trainer) -> Any:
 
 
 class SeriesCheckpoint(_Scheduled):
-    """A callback that saves the model at each step of a schedule as a Hugging Face folder, complete or not at all.
+    """A callback that saves the model at each step of a schedule as a Hugging Face folder.
 
-    `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads such a folder. It also contains the tokenizer.
-    Before the first step, the callback refuses a root that holds another run. With an `EmergenceCallback` on the same
-    root, that callback's `if_exists` decides for both.
+    A folder is complete or does not exist. `AutoModelForCausalLM.from_pretrained(root / "step-000001000")` loads such a
+    folder. It also contains the tokenizer. Before the first step, the callback refuses a root that holds another run.
+    With an `EmergenceCallback` on the same root, that callback's `if_exists` decides for both.
 
     Args:
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.

@@ -98,7 +98,7 @@ def name_of(variant: Variant) -> str:
 
 
 def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the saved result of a training, or None if there is no such file.
+    """Return the saved result of a training run, or None if there is no such file.
 
     Args:
         file: the file of the result.
@@ -141,8 +141,8 @@ def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
         }
         value, n = statistics.fmean(values) if values else math.nan, orders[0].n
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        # `interval` decides from the metric's name whether to use a Wilson interval. A metric that is not a share of
-        # rows, such as a correlation, has no interval for a single order. An empty name avoids its Wilson interval.
+        # `interval` chooses a Wilson interval by the metric's name, even if the metric is not a share of rows, such as
+        # a correlation. Records of such a metric have no `low`. An empty name then avoids the Wilson interval.
         ends = interval("" if orders[0].low is None else metric, value, error, n or 1)
         yield Record(metric=metric, value=value, stderr=error, n=n, tags={**dict(others), **counts}, **ends)
 
@@ -256,8 +256,8 @@ class TaskFinetuningRecipe(TrainingRecipe):
     Args:
         task: a task of lm-eval, or of the folder of local data, with training rows.
         num_epochs: passes over the training rows. The last batch is filled up with rows of the next pass.
-        num_train: number of training rows that are used, from the first on; None uses all.
-        limit: number of rows that are scored, from the first on; None scores all.
+        num_train: use only the first `num_train` training rows; None uses all.
+        limit: score only the first `limit` rows; None scores all.
         min_lr_ratio: final learning rate divided by the peak; with 1, the learning rate is constant.
     """
 
@@ -450,7 +450,7 @@ class TaskFinetuning(TokenizerMixin, TrainedVariants):
             yield Record(metric=metric, value=value, stderr=error, n=n, layer=variant.block, tags=tags, **ends)
 
     def _token_ids(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of the prompt, and of the answer with the end of text.
+        """Return the token ids of the prompt, and of the answer followed by the end-of-text token.
 
         The answer is tokenized together with the prompt, unless that changes the tokens of the prompt.
         """

@@ -176,7 +176,7 @@ class LitGlue(LitModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         outputs = self.outputs(batch)
-        # The argmax of NaN logits is the first class. Without NaN predictions, a diverged model would score at chance.
+        # The argmax of NaN logits is the first class, so a diverged model would score at chance. Predict NaN instead.
         broken = outputs.isnan().any(-1) if self.task.num_classes else outputs.isnan()
         predictions = (outputs.argmax(-1) if self.task.num_classes else outputs).double()
         self.predictions.append(predictions.masked_fill(broken, torch.nan).cpu())

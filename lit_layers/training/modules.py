@@ -180,8 +180,8 @@ class LitModule(L.LightningModule, ABC):
     def start(self) -> tuple[Checkpoint, Origin]:
         """Return the checkpoint that `init_from` names, and its origin: the steps and tokens before this run.
 
-        If the command `fit` resumes a run, it sets `start` to the copy of the `init_from` checkpoint in the run's
-        folder, with its origin.
+        If the command `fit` resumes a run, it overwrites this property. The checkpoint is then the copy of the
+        `init_from` checkpoint in the run's folder.
         """
         assert self.init_from is not None
         return find_origin(self.init_from)

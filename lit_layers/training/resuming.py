@@ -145,8 +145,8 @@ class ResumeCheckpoint(L.Callback):
         self._ranks = ranks_of(trainer.world_size)
         # Write no checkpoint of this step, because the run started from its state.
         self._last_step = axis_step(trainer)
-        # Loading a checkpoint has replaced the optimizer's parameter groups. If they lack some of its options, the
-        # checkpoint was saved with another optimizer.
+        # Loading a checkpoint has replaced the optimizer's parameter groups. If a loaded group lacks an option of
+        # the optimizer, the checkpoint was saved with another optimizer.
         for optimizer in trainer.optimizers:
             options = optimizer.defaults.keys() - {"differentiable"}  # not compared, as torch adds it on loading
             if any(not options <= group.keys() for group in optimizer.param_groups):

@@ -138,9 +138,9 @@ def find_origin(name: str) -> tuple[Checkpoint, Origin]:
 
 
 def own_origin(root: Path, described: dict[str, Any]) -> tuple[Checkpoint, Origin] | None:
-    """Return the checkpoint that a run started from, and the run's origin, as the run's own folder holds them.
+    """Return the checkpoint that a run started from, and the run's origin, as stored in the run's own folder.
 
-    The run saved a copy of the weights that it started from as its first step folder.
+    The first step folder of the run holds a copy of the weights that the run started from.
 
     Args:
         described: the origin as it is stored in run.json.
@@ -368,7 +368,7 @@ class RunFolder(L.Callback):
     def _check_inputs(self, now: Mapping[str, Any]) -> None:
         """Check that a resumed run has the same inputs as before.
 
-        Inputs can change while the options stay the same, such as the text of a corpus or a default precision.
+        Inputs such as the text of a corpus or a default precision can change while the options stay the same.
         """
         before = run_facts(self.root, needed=_REQUIRED)
         started = [(each.get("origin") or {}).get("weight_files") for each in (before, now)]
@@ -414,7 +414,7 @@ class RunFolder(L.Callback):
             shutil.rmtree(backup, ignore_errors=True)
 
     def _clean_up(self) -> None:
-        """Remove the backups that a killed `_take_over` left. The user had asked to overwrite these files."""
+        """Remove the backups that a killed `_take_over` left: files that the user had asked to overwrite."""
         for leftover in self.root.glob(".old-*"):
             shutil.rmtree(leftover)
 

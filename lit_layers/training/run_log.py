@@ -48,7 +48,7 @@ class RunLog(L.Callback, Logger):
     def __init__(self, root: str | Path, mirror: Any | None = None, *, resume: bool = False) -> None:
         self.file = Path(root) / "metrics.jsonl"
         self.mirror, self.resume = mirror, resume
-        # Length in bytes that the file had when the resume checkpoint was saved, to which a resumed run cuts it.
+        # A resumed run truncates the file to this length in bytes, which it had when the resume checkpoint was saved.
         self._offset = 0
         self.shown: dict[str, float] = {}  # the latest value of each scalar, for the progress bar
         self._pending: list[_Step] = []
@@ -181,8 +181,8 @@ class RunLog(L.Callback, Logger):
     ) -> None:
         """Write every row up to the current step, with one transfer from the device for all rows.
 
-        Rows go to the disk first and then to W&B (`mirror`), which may fail. If this call is interrupted, the next one
-        writes the rows again. A reader of the file counts equal rows of a step once.
+        Rows go to the disk first and then to W&B (`mirror`), which may fail. If this call is interrupted, the next call
+        writes the rows again. Readers of the file merge the rows of a step into one.
 
         Args:
             reduce: whether to average losses over ranks. If so, all ranks must call this.
@@ -223,7 +223,7 @@ class RunLog(L.Callback, Logger):
                 norms = {} if step.grad_norm is None else {"train/grad_norm": norm}
                 rows[step.number] = {"train/loss": loss, "train/learning_rate": step.learning_rate, **norms}
         for number, values_of_step in self._extra.items():
-            if number <= axis_step(trainer):  # keep the values of the running step until its row is complete
+            if number <= axis_step(trainer):  # keep the values of the current step until its row is complete
                 rows.setdefault(number, {}).update(values_of_step)
         return rows
 

@@ -202,7 +202,7 @@ class StepMeasurer:
     def log_row(self) -> None:
         """Write the measurements of a step to the loggers as one row.
 
-        The row gets the step under which the loggers log the loss of the measured weights.
+        The row is logged at the step at which the loggers log the loss of the measured weights.
         """
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
@@ -247,10 +247,10 @@ class StepMeasurer:
         )
 
     def finish(self, *, whole: bool = True) -> None:
-        """Write the last row to the loggers, and end W&B runs.
+        """Write the last row, and all queued rows of W&B runs, to the loggers.
 
         Args:
-            whole: whether the training succeeded; a W&B run gets its table only then.
+            whole: whether the training succeeded. Only then does a W&B run get the table of all measurements.
         """
         self.log_row()
         self._call_wandb((lambda run: run.end(self.root)) if whole else WandbRun.flush)
@@ -375,7 +375,7 @@ class Watch:
     def _claim(self, if_exists: IfExists, saved_by: str | None) -> None:
         """Lock the run's folder, and start or resume a run in it.
 
-        Several watches over the same model and the same folder share one run if none of them has counted a step yet.
+        Several `Watch` objects with the same model and folder share one run if none of them has counted a step yet.
         """
         others = self._others()
         if not run_lock.is_held(self._key[1]):
@@ -385,7 +385,7 @@ class Watch:
             weights = functools.partial(weights_hash, self.model)
             begin_training(self.measurer.root, if_exists, self.measurer.run, self.now, weights, saved_by)
         _open.add(self)
-        for each in others if begins else ():  # close the watches that a failed training left open
+        for each in others if begins else ():  # close the `Watch` objects that a failed training left open
             each.give_up()
 
     def _others(self) -> "list[Watch]":
@@ -463,7 +463,7 @@ class Watch:
         self.paused_seconds += time.perf_counter() - started
 
 
-# The open watches of this process. The references are weak, because a notebook cell that runs again drops its old watch
-# without closing it.
+# The open `Watch` objects of this process. The references are weak, because a notebook cell that runs again drops its
+# old `Watch` without closing it.
 _open = weakref.WeakSet[Watch]()
 watch = Watch  # the public name
