@@ -22,8 +22,8 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # training runs, mostly 1.4 to 2. A checkpoint with a ratio below LINE is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
-# A checkpoint is off the path only if its detour ratio, defined above, is less than FAR_LESS times the detour ratio of
-# every other checkpoint.
+# A detour ratio (distance between a checkpoint's two neighbours, divided by its distance to the nearer of them) is a
+# fault only if it is also below this share of the ratio of every other checkpoint.
 FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
 # returned to old values. Healthy training runs have at least 0.67.
@@ -289,8 +289,8 @@ def _moved(one: Fingerprint, other: Fingerprint) -> float:
 def path_findings(path: Path) -> list[Finding]:
     """Find checkpoints that were swapped, or that lie off the path of the weights during training.
 
-    A finding names checkpoints only if the other checkpoints show no fault. Otherwise a single finding says that
-    several checkpoints are wrong, and names none.
+    Findings name checkpoints only if no fault is left after the swap is undone and the checkpoints off the path are
+    left out. Otherwise a single finding says that several checkpoints are wrong, and names none.
     """
     exchange = swapped(path)
     found, straight = ([], path) if exchange is None else ([exchange[0]], exchange[1])
