@@ -15,14 +15,14 @@ from lit_layers.functional._checks import finite_matrices, wide_matrices, zeroed
 
 # If an eigenvalue of a Gram matrix is below this share of the largest eigenvalue, its root is not accurate enough and a
 # singular value decomposition is used. Eigenvalues have an error of about EPS = 2.2e-16 times the largest one. The root
-# of an eigenvalue, a singular value at s times the largest one, then has an error of EPS / 2s of the largest one. The
-# measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12 if half of 1,000
-# values are at s = 1.7e-4 and the others at 1.
+# of an eigenvalue is a singular value. If it is s times the largest singular value, its error is EPS / (2 s) times the
+# largest one. The measured error is below 2e-13 if the singular values fall gradually to s = 1.7e-4. It is up to 6e-12
+# if half of 1,000 values are at s = 1.7e-4 and the others at 1.
 _MIN_SHARE = 3e-8
-# The limit for eigenvalues if only entropies and ranks are computed from the singular values. It is lower, because a
-# singular value s has the weight s or s^2 in them, and errors of small values change the result little. An error of
-# EPS / 2s changes the entropy of n values by less than n EPS / 2s log(1 / s). On states of language models, the
-# measured error of the entropy is below 4e-11.
+# Use this limit instead of _MIN_SHARE if only entropies and ranks are computed from the singular values. It may be
+# lower, because a singular value s has the weight s or s^2 in them, and errors of small values change the result
+# little. An error of EPS / (2 s) changes the entropy of n values by less than n log(1 / s) EPS / (2 s). On states of
+# language models, the measured error of the entropy is below 4e-11.
 ENTROPY_MIN_SHARE = 1e-12
 _MIN_TRACE = 1e-200  # a Gram matrix with a smaller trace is not used, because squares of small values underflow
 
@@ -39,7 +39,7 @@ def singular_values(rows: Tensor, rank: Tensor | None = None, *, min_share: floa
         rank: Upper bound of the rank of each matrix, (*n); the singular values after this number are set to 0.
         min_share: Smallest eigenvalue, as a share of the largest, whose root is accurate enough.
     """
-    # On a GPU an SVD is slower still than eigenvalues, because it decomposes one matrix after another.
+    # An SVD takes longer than eigenvalues, even more so on a GPU, where it decomposes one matrix after another.
     wide = rows.detach() if rows.shape[-2] <= rows.shape[-1] else rows.detach().mT
     if not wide.numel():
         return wide.new_zeros(wide.shape[:-1])
@@ -75,7 +75,7 @@ def eigenvalues(matrix: Float[Tensor, "*n size size"]) -> Float[Tensor, "*n size
 
 # Leading singular vectors.
 
-# Squaring halves the digits: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap, with s_1
+# Squaring halves the precision: eigenvectors of J'J in float64 have an error of about 1e-16 (s_1 / s)^2 / gap, with s_1
 # the largest singular value. That is accurate enough unless the singular value s is tiny. The code does not rely on
 # this estimate: it measures the errors on J itself.
 MIN_DIM = 64  # narrower matrices get a full decomposition, which is as fast for them
@@ -108,17 +108,19 @@ def singular_factors(
 ) -> Factors:
     """Return the leading `count` singular triples, or all if it is None, with error bounds.
 
-    `bounds` are at most `tolerance` if float64 allows. For dim >= 64 and count up to a third of dim, the triples come
-    from the leading eigenvectors of J'J in float64, with J a matrix. All other matrices get a full singular value
-    decomposition in float64. So do matrices for which the bound from J'J exceeds a limit, because of ties or tiny
-    singular values. The limit is `tolerance`, but at most 1e-6 for dim <= 256. The same input gives the same output.
+    `bounds` limit the error of `miscoupling` (see `Factors`). They are at most `tolerance` if float64 allows. For
+    dim >= 64 and count up to a third of dim, the triples of a matrix J come from the leading eigenvectors of J'J in
+    float64. All other matrices get a full singular value decomposition in float64. A matrix also gets one if its bounds
+    from J'J are above `tolerance`, or above 1e-6 for dim <= 256. Ties and tiny singular values cause this. The same
+    input gives the same output.
 
     The relative error of `values` is below `tolerance`^2 and not part of `bounds`. Vectors are in float64 for dim <=
     512, for float64 input, or for a tolerance below 1e-5, which float32 vectors cannot reach. Otherwise they are in
     float32.
 
     The bounds assume that the decompositions of LAPACK (on a GPU cuSOLVER, with torch's default drivers) are backward
-    stable. The selection of the leading vectors is then right up to rounding. The error of each vector is measured.
+    stable: only then is it certain that no larger singular value was missed. The error of each vector itself is
+    computed from its residual.
 
     Raises:
         ValueError: a non-finite matrix.
@@ -129,7 +131,7 @@ def singular_factors(
     count = count or dim
     flat = matrices.reshape(-1, dim, dim)
     number = torch.arange(1, count + 1, dtype=torch.float64, device=flat.device)
-    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # bound of the rounding of both bases and of the values
+    rounding = torch.finfo(dtype).eps * (number.sqrt() + 2)  # bound on the rounding errors of bases and values
     leading = dim >= MIN_DIM and 3 * count <= dim and len(flat) > 0
     # Limit the matrices that are decomposed at once: to about 2 GB of memory. On a CPU, leading eigenvectors gain
     # nothing from batches larger than the cache, so there the limit is 1 MB, or one matrix.
@@ -214,16 +216,17 @@ def _residuals(matrices: Tensor, left: Tensor, values: Tensor, right: Tensor) ->
 
 
 def _bounds(values: Tensor, residuals: Tensor, further: Tensor, count: int) -> Tensor:
-    """Return `Factors.bounds` of the leading `count` triples, by the Davis-Kahan theorem.
+    """Return bounds (n, count) on the error of `miscoupling` with the first 1, 2, .. count triples of n matrices J.
 
-    The theorem is applied to the symmetric matrix [0 J'; J 0]. Its eigenvalues are the singular values and their
-    negatives, and its eigenvectors are [v; u]. The sine of the angle between a computed and an exact eigenvector is at
-    most the residual divided by the distance to the other singular values. The computed singular values are known up to
-    their own residuals, and all others are below `further` (n). Negative eigenvalues are farther away than `further`.
+    They follow from the Davis-Kahan theorem for the symmetric matrix [0 J'; J 0]. Its eigenvalues are the singular
+    values and their negatives, and its eigenvectors are [v; u]. The sine of the angle between a computed and an exact
+    eigenvector is at most the residual divided by the distance to the other singular values. The computed singular
+    values are known up to their own residuals. `further` (n,) is an upper bound on all other singular values. Negative
+    eigenvalues are farther away than `further`.
 
     Let U, V be the K computed vectors and U*, V* the exact ones. For A = U' J1 V and A* = U*' J1 V* of any matrix J1,
-    `|A - A*|_F <= s_1(J1) (|U - U*|_F + |V - V*|_F)`. `miscoupling` divides |A - A*|_F by the 2-norm of K singular
-    values of J1, which is at least the largest of them, s_1(J1).
+    `|A - A*|_F <= s_1(J1) (|U - U*|_F + |V - V*|_F)`, with s_1(J1) the largest singular value of J1. The error of
+    `miscoupling` is at most |A - A*|_F divided by the norm (s_1^2 + .. + s_K^2)^1/2, which is at least s_1(J1).
     """
     steps = values[:, :-1] - values[:, 1:]
     under = torch.cat([steps - residuals[:, 1:], values[:, -1:] - further[:, None]], -1)

@@ -112,7 +112,7 @@ def merged_distances(
     equal = (dist <= torch.maximum(size, size[:, None])).fill_diagonal_(True)
     first = equal.byte().argmax(-1)  # index of the earliest equal point
     # Equality up to rounding is not transitive, so `first` may name a point that equals a still earlier one. Follow
-    # these indices until each names a point whose own entry is that point.
+    # these indices until each names a point i with first[i] = i.
     while not torch.equal(first, first[first]):
         first = first[first]
     firsts, group = first.unique(return_inverse=True)
@@ -128,7 +128,7 @@ def two_nn_of_distances(dist: Float[Tensor, "points points"], discarded: float =
         return dist.new_full((), math.nan)
     nearest = dist.topk(2, largest=False).values
     ratios = (nearest[:, 1] / nearest[:, 0]).log().sort().values
-    # Leave out at least the last point: there 1 - F is 0, which has no logarithm.
+    # Leave out at least the last point, where 1 - `share` would be 0 and have no logarithm.
     num = min(max(2, round(len(dist) * (1 - discarded))), len(dist) - 1)
     share = torch.arange(1, num + 1, device=dist.device, dtype=dist.dtype) / len(dist)
     x, y = ratios[:num], -(1 - share).log()
@@ -147,7 +147,7 @@ def anisotropy(points: Points, *, undefined: Undefined = "raise") -> PerSet:
         ValueError: fewer than 2 points, a point that is zero or not finite (NaN instead with `undefined="nan"`).
     """
     rows, problems = _directions(points)
-    # |sum u_i|^2 = count + the sum over ordered pairs of different points, so no matrix of pairs is needed.
+    # |sum u_i|^2 = count + the sum of u_i'u_j over ordered pairs of different points, so no matrix of pairs is needed.
     total, count = rows.sum(-2).square().sum(-1), rows.shape[-2]
     return checked("anisotropy", (total - count) / max(1, count * (count - 1)), problems, undefined)
 
@@ -173,9 +173,9 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 
 
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
-    """Return the points scaled to norm 1, and the sets of points without a value, for `checked`.
+    """Return the points scaled to norm 1, and masks of the sets of points whose metric is undefined.
 
-    The second result maps each reason why a set has no value to a boolean mask of the sets that it applies to.
+    The masks (*n) are in a dict, whose keys are the reasons why the metric is undefined.
     """
     points = widened(points)
     broken = not_finite(points)
@@ -262,8 +262,8 @@ def step_ratio(
 
     At least 0. Unchanged by a common rotation and by a common scaling of both states.
 
-    Source: ours, after the paths in Aubry et al., arXiv 2407.07810. Sun et al., arXiv 2502.05795, call its decrease
-    over the layers the curse of depth.
+    Source: ours. Aubry et al., arXiv 2407.07810, study the states of a token over the layers. Sun et al.,
+    arXiv 2502.05795, call the decrease of the ratio over the layers the curse of depth.
 
     Raises:
         ValueError: a zero state before the block, or a state that is not finite (NaN instead with `undefined="nan"`).

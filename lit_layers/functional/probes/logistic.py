@@ -140,10 +140,10 @@ class PrincipalRows:
         """Return whether no entry of the gradient exceeds the tolerance in magnitude.
 
         `slope` is the gradient with respect to the weights of the rotated features and, in its last row, the biases.
-        It is compared after conversion to the weights of the features before their rotation.
+        Before the comparison, it is converted to the gradient with respect to the weights of the unrotated features.
         """
         # A rotation keeps the norm, and the largest entry is at least the root mean square. If the root mean square
-        # exceeds the tolerance, the gradient need not be rotated to know the answer.
+        # exceeds the tolerance, the largest entry does so in any rotation.
         if slope[:-1].norm() > tolerance * slope[:-1].numel() ** 0.5:
             return False
         return max(float((self.axes @ slope[:-1]).abs().max()), float(slope[-1].abs().max())) <= tolerance
@@ -479,7 +479,10 @@ class _Discriminant:
         self.within = (moments.squares - scaled @ scaled.T) / num_rows
 
     def weight(self, penalty: float) -> Tensor:
-        """Return the weights (S + l I)^-1 d_k, (dim, classes): l is `penalty`, and d_k is not shrunk (r = 0)."""
+        """Return the weights (S + l I)^-1 d_k of all classes k, (dim, classes), without shrinkage of d_k.
+
+        S is the covariance within classes, l is `penalty`, and d_k is the mean of class k minus the mean of all rows.
+        """
         cov = self.within + penalty * torch.eye(len(self.within)).to(self.within)
         return torch.cholesky_solve(self.delta, torch.linalg.cholesky(cov))
 
@@ -581,7 +584,7 @@ def best_factor(
         """Return whether the log-loss of softmax(prior + factor scores) still falls as `factor` grows."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
-    low, high = -8.0, 4.0  # log2 of the smallest and the largest factor
+    low, high = -8.0, 4.0  # log2 of the smallest and the largest factor t
     if not is_below(2**low):
         return 0.0
     for _ in range(6):

@@ -187,7 +187,7 @@ def prediction_residual(
     eps: float = 1e-5,
     split: Bool[Tensor, " m"] | None = None,
 ) -> PredictionResidual:
-    """Return 1 - R^2 of the ordinary least squares, with intercept, of next-token ids on the rows of the features.
+    """Return 1 - R^2 of an ordinary least-squares fit, with intercept, of next-token ids to the rows of the features.
 
     `value` = mean squared residual / population variance of the ids, in [0, 1], fitted and scored on all m rows. It is
     0 if the rank r of the centred features is m - 1 (generically if m <= dim + 1). Useless features give
@@ -196,12 +196,12 @@ def prediction_residual(
     squared residual on the other rows, divided by the variance of their ids. It may exceed 1. If `token_ids` has q
     columns, the values are (*n, q) from one decomposition.
 
-    `normalize` acts on each row: "layer_norm" and "rms_norm" as such a layer with `eps` does, with weight 1 and bias 0.
-    The result is invariant to invertible affine maps of the normalised features and to affine maps of the ids. It
-    depends on the numbering of the vocabulary, which is roughly ordered by frequency.
+    `normalize` is applied to each row. "layer_norm" and "rms_norm" do what a layer of that name does with weight 1,
+    bias 0 and `eps`. The result is invariant to invertible affine maps of the normalised features and to affine maps of
+    the ids. It depends on the numbering of the vocabulary, which is roughly ordered by frequency.
 
     Solved by a QR decomposition of a few thousand rows at a time and an SVD of its triangle. The features are never
-    squared, which would lose digits. Memory in addition to the features: these rows and dim x dim numbers.
+    squared, which would lose precision. Memory in addition to the features: these rows and dim x dim numbers.
 
     Source: He & Su, arXiv 2408.13442.
 
@@ -245,7 +245,7 @@ def _layer_residual(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `value`, `adjusted`, `held_out` (q,) and `rank` of `PredictionResidual`, for one set of features."""
     num_rows = len(features)
-    # The first row is subtracted from all rows, so that a large common offset costs no digits.
+    # The first row is subtracted from all rows, so that a large common offset costs no precision.
     origin = _normalized(features[:1], normalize, eps)
     triangle = _triangle(features[fitted] if with_split else features, targets[fitted], origin, normalize, eps)
     whole, held_out = triangle, torch.full_like(targets[0], math.nan)
