@@ -175,7 +175,7 @@ def uniformity(points: Points, *, undefined: Undefined = "raise") -> PerSet:
 def _directions(points: Points) -> tuple[Points, dict[str, Tensor]]:
     """Return the points scaled to norm 1, and masks of the sets of points whose metric is undefined.
 
-    The masks (*n) are in a dict, whose keys are the reasons why the metric is undefined.
+    The masks are in a dict, whose keys are the reasons why the metric is undefined.
     """
     points = widened(points)
     broken = not_finite(points)
