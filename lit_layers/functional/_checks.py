@@ -76,14 +76,14 @@ def real_rows(tokens: Float[Tensor, "*n tokens dim"], mask: Tensor | None, drop_
 
 
 def not_finite(rows: Rows) -> Bool[Tensor, "*n"]:
-    """Return a mask of the sets of rows that contain a NaN or an infinity."""
+    """Return a mask of the sets of rows (batch elements) that contain a NaN or an infinity."""
     if rows.sum().isfinite():  # usually all values are finite, which this one cheap pass shows
         return rows.new_zeros(rows.shape[:-2], dtype=torch.bool)
     return ~rows.isfinite().flatten(-2).all(-1)
 
 
 def zeroed(rows: Rows, elements: Bool[Tensor, "*n"]) -> Rows:
-    """Return the rows with zeros in the selected sets of rows.
+    """Return `rows`, with zeros in place of each set of rows (one batch element) that `elements` selects.
 
     NaN in one set would otherwise spread to the other sets through batched operations.
     """

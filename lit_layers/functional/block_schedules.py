@@ -175,7 +175,10 @@ def kendall_distance(order: Sequence[int]) -> int:
 
 
 def _spliced(num_blocks: int, start: int, steps: Sequence[Step]) -> Schedule:
-    """Return the schedule that runs the blocks before the middle, then `steps`, then the blocks after the middle."""
+    """Return the schedule that runs all blocks in order, with `steps` in place of the middle blocks.
+
+    The middle blocks are `start + 2` to `num_blocks - start`.
+    """
     changed = middle(num_blocks, start)
     return checked([*range(1, changed.start), *steps, *range(changed.stop, num_blocks + 1)], num_blocks)
 
@@ -188,8 +191,8 @@ def _checked_block(number: int, num_blocks: int) -> int:
 
 # The variants of the block order that are compared.
 
-# The functions that change the middle, from the most to the least harmful in the paper. The next line has those that
-# change single blocks.
+# The functions that change the middle blocks, from the most to the least harmful in the paper. `_BLOCK_MAKERS` has the
+# functions that change single blocks.
 _MAKERS: dict[str, Callable[..., Schedule]] = {
     make.__name__: make for make in (middle_repeat, skip, parallel, reverse, random, looped_parallel)
 }

@@ -218,7 +218,7 @@ def participation_ratio(
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Singular values of each set, from which all entropies and ranks of this module follow."""
+    """Singular values of each set of rows, from which all entropies and ranks of this module follow."""
 
     values: Float[Tensor, "*n rank"]  # divided by the largest, descending; values of rounding size are set to 0
     num_rows: Int[Tensor, "*n"]
@@ -228,7 +228,7 @@ class Spectrum:
     def entropy(
         self, *, alpha: float = 1.0, normalization: Normalization = "raw", undefined: Undefined = "raise"
     ) -> PerSet:
-        """Return the `matrix_entropy` of each set."""
+        """Return the `matrix_entropy` of each set of rows."""
         squares = self.values.square()
         values = renyi(squares / positive(squares.sum(-1, keepdim=True)), alpha)
         return normalized("matrix_entropy", values, self.problems, self.num_rows, self.dim, normalization, undefined)

@@ -100,7 +100,8 @@ def emergence_times(
 
     With replicates, the test is Student's t over replicates, combined over contrasts by the union bound. Each split
     into earlier and later checkpoints is a contrast, and so is each checkpoint against all others. Contrasts without
-    spread over replicates have no t and are left out. If all contrasts are left out, p is 0.
+    spread over replicates have no t and are left out. If all are left out, every replicate changes by exactly the same
+    amounts, and p is 0.
 
     Without replicates, the curve is ranked among 999 flat curves with each of eight kinds of noise. These are AR(1)
     with lag-1 correlation 0, .3, .7 or .9, and with normal or t3 shocks. The largest of the eight p-values is used. It
@@ -145,9 +146,9 @@ def emergence_times(
             (replicates, checkpoints). Pass them instead of `stderr` if errors may be correlated between checkpoints. A
             row with NaN where the curve has a value is left out.
         counts: How often each of 1000 bootstrap samples contains each replicate, (1000, replicates), from
-            `bootstrap_counts`. Curves of the same prompts with the same counts can be compared draw by draw, because
-            their `halfway_draws` follow the half-way points of the same bootstrap samples (`coupled_draws`). Each curve
-            needs a different seed.
+            `bootstrap_counts`. Pass the same counts for all curves of the same prompts, and another seed for each
+            curve. The `halfway_draws` of these curves can then be compared draw by draw: draw i of a curve
+            correlates with the half-way point of this curve in bootstrap sample i.
         confidence: Level of the intervals and of the verdict.
         seed: Seed of the draws; the same input gives the same numbers.
 
@@ -283,9 +284,9 @@ class _Curve:
     def _rank_among(self, flat: Array, weight: Array) -> float:
         """Return the p-value of this curve among simulated flat curves, the rows of `flat`.
 
-        It is the share of all these curves, this one included, that stand out at least as much as this one. The best
-        rank of a curve over several statistics measures how much it stands out. This rank is computed in the same way
-        for every curve, which makes the p-value valid although several statistics are tried.
+        All these curves, this one included, are ranked by each statistic of `_change_statistics`. The p-value is the
+        share of curves whose best rank is at least as good as the best rank of this curve. It is valid although several
+        statistics are tried, because the best rank is taken for every curve.
         """
         statistics = _change_statistics(np.concatenate([self.y[None], flat]), weight, self.covariance is not None)
         least = stats.rankdata(-np.round(statistics, 9), method="max", axis=1).min(0)

@@ -256,13 +256,15 @@ class _Processes:
         return -0.5 * _products(white, white) - self.log_size[rows, None]
 
     def evidence(self, x: Array, y: Array, pairs: Pairs) -> Array:
-        """Return the log-evidence of values `y` (n,) for each Gaussian process and pair of steps, (processes, pairs).
+        """Return the log-evidence of each model given the values `y` (n,), as an array (processes, pairs).
 
-        The log of the prior probability of the pair is added.
+        A model is a Gaussian process plus a pair of steps (sudden changes in level). The log of the prior probability
+        of the pair is added.
         """
         columns, num_pairs = pairs.steps.values(x), pairs.index.shape[1]
         evidence = np.empty((len(self.kernels), num_pairs))
-        single = not pairs.steps.shape[pairs.index[0]].any()  # each pair has at most one step: its first is "no step"
+        # If the first step of every pair is "no step", each curve has at most one step, the second of its pair.
+        single = not pairs.steps.shape[pairs.index[0]].any()
         for rows in self.batches(max(columns.shape[1], num_pairs)):
             white, shapes = self.whiten(y[:, None], rows), self.whiten(columns, rows)
             dot, prior = (white.transpose(0, 2, 1) @ shapes)[:, 0], self.step_height[rows, None] ** -2
@@ -397,10 +399,12 @@ def _drawn_heights(
 def _condition_(
     curves: Array, processes: _Processes, slices: dict[int, slice], x: Array, grid: Array, white: Array
 ) -> None:
-    """Turn independent normal numbers (draws, grid), in place, into draws of the processes given the values.
+    """Turn independent normal numbers (draws, grid), in place, into draws of Gaussian processes given n values.
 
-    `white` (n, draws) are the whitened values minus the steps. K_g is the covariance of values and grid, K_gg that of
-    the grid. With W = L^-1 K_g, the mean on the grid is W' white and the covariance is K_gg - W'W.
+    Let L be the Cholesky factor of the covariance of the values. `white` (n, draws) is L^-1 (values - steps), with the
+    steps (sudden changes in level) of each draw. K_g is the covariance between the values and the points of the grid,
+    K_gg that between the points of the grid. With W = L^-1 K_g, the mean on the grid is W' white and the covariance is
+    K_gg - W'W.
     """
     to_values, to_itself = np.abs(x[:, None] - grid), np.abs(grid[:, None] - grid)
     groups: dict[Any, list[int]] = {}  # processes with the same correlations
@@ -535,7 +539,7 @@ def _two_steps(processes: _Processes, steps: Steps, score: Array, x: Array, y: A
     first, second = np.divmod(likely[order], len(every))
     pairs, evidence = Pairs(steps, np.stack([firsts[first], second])), evidence[order]
     pairs = pairs.select(np.arange(len(order)))
-    # Each turn replaces the first step of a pair by a finer one, which becomes the second. So two turns refine both.
+    # Each turn refines the first step of the likeliest pairs and swaps their two steps. So two turns refine both steps.
     for _ in range(2 * splits):
         order = likeliest(evidence, len(evidence))
         parts = pairs.select(order[-SPLIT:]).split(0)

@@ -40,7 +40,10 @@ class Alignment(NamedTuple):
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> "Alignment | None":
-        """Return the alignment of a mask (batch, tokens); None if all padding already follows the texts."""
+        """Return the `Alignment` that moves the padding of each text to its end; None if all padding is there already.
+
+        `mask` (batch, tokens) is True for real tokens.
+        """
         real = mask.bool()
         packed = real.sort(dim=-1, descending=True, stable=True)
         if bool((packed.values == real).all()):
@@ -347,10 +350,11 @@ class Expansion(NamedTuple):
 
 
 def record_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attention:
-    """Run a block on whole prompts up to and including its attention, and return that attention.
+    """Run a block on whole prompts, stop it after its attention, and return that attention.
 
     Raises:
-        Unsupported: no attention of a known kind over the tokens of `hidden`.
+        Unsupported: the block has no attention of a known kind, or its attention is over other tokens than those of
+            `hidden`.
     """
     recorder = _Recorder()
     with contextlib.suppress(Done), recorder:
@@ -568,7 +572,8 @@ def read_attention(call: Callable[[Tensor], Tensor], hidden: Tensor) -> Attentio
     In the result, padding follows the real tokens of each prompt.
 
     Raises:
-        Unsupported: no attention of a known kind over the tokens and prompts of `hidden`.
+        Unsupported: the block has no attention of a known kind, or its attention is over other tokens or prompts than
+            those of `hidden`.
     """
     alignment = getattr(call, "alignment", None)
     if alignment is not None:  # padding comes before the texts

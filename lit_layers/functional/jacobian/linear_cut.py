@@ -125,12 +125,12 @@ class CutBlock:
     cheap. The weights of the linear maps are the same for all tokens. So d output / d input follows from products of
     these derivatives and weights. A cotangent passes a linear map by one product with its weight, without autograd.
 
-    Leaf 0 is the input. Leaf n > 0 is the output of node n of the module docstring, which is `nodes[n - 1]`. Cotangents
-    are (rows, picked, width), or (rows, 1, width) if they are the same for every token.
+    Each piece starts from leaves of autograd. Leaf 0 is the input of the block. Leaf n > 0 is the output of the linear
+    map `nodes[n - 1]`, or of the attention if `nodes[n - 1]` is None. Cotangents of leaves are (rows, picked, width),
+    or (rows, 1, width) if they are the same for every token.
 
     Raises:
-        Unsupported: the block computes no attention for a single token, or has a linear map over something other than
-            single tokens.
+        Unsupported: the block cannot be cut in this way; the message says why.
     """
 
     def __init__(self, call: Call, attention: Attention, expansion: Expansion, states: Tensor) -> None:

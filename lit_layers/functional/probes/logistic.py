@@ -571,7 +571,7 @@ def _best_choice(parts: Sequence[_Discriminant], held: Sequence[tuple[Tensor, Te
 def best_factor(
     prior: Float[Tensor, "n classes"], scores: Float[Tensor, "n classes"], targets: Int[Tensor, " n"]
 ) -> float:
-    """Return the factor t with the lowest mean log-loss of softmax(prior + t scores).
+    """Return the factor t with the lowest mean log-loss of softmax(prior + t * scores).
 
     t is 0 or lies in [1/256, 16]. It is accurate to within 7%. The log-loss is convex in t, but has no minimum if all
     rows are classified correctly. One more row is therefore added. Its label is spread over the classes in proportion
@@ -581,7 +581,7 @@ def best_factor(
     right = (scores.gather(1, targets[:, None]).sum() + by_share) / (len(targets) + 1)
 
     def is_below(factor: float) -> bool:
-        """Return whether the log-loss of softmax(prior + factor scores) still falls as `factor` grows."""
+        """Return whether the log-loss of softmax(prior + factor * scores) still falls as `factor` grows."""
         return bool(((prior + factor * scores).softmax(-1) * scores).sum(-1).mean() < right)
 
     low, high = -8.0, 4.0  # log2 of the smallest and the largest factor t
