@@ -120,9 +120,9 @@ def layer_profile(
     measured layer if that is larger.
 
     Dashed lines are values for comparison: rows tagged `reference`, metrics named in `baselines` that have values per
-    layer, and rows whose tag `control` is named in `controls`. For a run they are drawn at the last checkpoint. For
-    several models they are drawn for each model in its colour, except references that are equal for all models. `tags`
-    selects a variant, as in `emergence_curves`.
+    layer, and rows whose tag `control` is named in `controls`. For a run, they are values of the last checkpoint. For
+    several models, each model has its own dashed lines, in its colour. References that are equal for all models are
+    one line. `tags` selects a variant, as in `emergence_curves`.
 
     Raises:
         InputError: for checkpoints or models that an audit found suspect, unless `allow_suspect`.

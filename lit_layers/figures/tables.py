@@ -1,4 +1,7 @@
-"""Points of a metric, their variants, tables of results, and means over tasks, all from a data frame of records."""
+"""Select values from a data frame of records, tell variants of a metric apart, and make tables and means over tasks.
+
+Variants of a metric differ in tags such as `statistic` or `split`.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,7 +210,7 @@ def is_tabular(point: Point) -> bool:
 
 
 def is_pair(point: Point) -> bool:
-    """Return whether a point is the value of a pair of layers, and not an entry of a table."""
+    """Return whether a point is the only value of a pair of layers, and not an entry of the pair's matrix or list."""
     return point.other_layer is not None and not is_tabular(point)
 
 
@@ -531,7 +534,7 @@ def _note(counts: Sequence[int], missing: Mapping[str, str]) -> str:
 
 
 def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return the median or mean over tasks by variant and checkpoint (or model), and a text that names the tasks."""
+    """Return each variant's median or mean over tasks, per checkpoint or model, and a text that names the tasks."""
     parts: list[Any] = []
     places: dict[str, list[str]] = {}
     for (run, step), part in rows.groupby(["run", "step"], dropna=False, sort=False):
@@ -545,7 +548,7 @@ def _medians(rows: Any, statistic: str) -> tuple[Any, str]:
 
 
 def _checkpoint_medians(rows: Any, statistic: str) -> tuple[Any, str]:
-    """Return the median or mean over tasks by variant at one checkpoint, and a text that names the tasks."""
+    """Return each variant's median or mean over tasks at one checkpoint, and a text that names the tasks."""
     precision = rows["dtype"].fillna("float32") if "dtype" in rows else pd.Series("float32", index=rows.index)
     tasks = rows.groupby(precision)["task"].nunique().sort_index(ascending=False)
     usual = tasks.idxmax()  # the precision of most tasks; if counts are equal, float32, which comes first

@@ -84,7 +84,7 @@ class Axis:
     whole: bool = False  # ticks only at whole numbers
     reverse: bool = False
     grid: bool = True
-    keys: Sequence[Any] | None = None  # keys of heat map cells of equal width, in order
+    keys: Sequence[Any] | None = None  # values of a discrete axis, one per heat map cell, in order; None: continuous
     divider: float | None = None  # position of the gap between step 0 and the trained checkpoints
 
 
