@@ -171,9 +171,9 @@ def _run_lines(clock: Clock, lines: Mapping[str, Series]) -> list[Series]:
 
 
 def order_matrix(clock: Clock, run: str) -> Chart:
-    """Return a heat map of the probability that the metric of a row makes half of its change before that of a column.
+    """Return a heat map of the probability that a row's metric reaches half of its change before a column's metric.
 
-    It shows the metrics that emerge in a run, earliest first, and at most `MOST_ROWS` of them.
+    Rows and columns are the metrics that emerge in the run, earliest first, at most `MOST_ROWS`.
     """
     emerged = emerged_curves(clock, run)[:MOST_ROWS]
     table = [[None if a is b else p_before(a, b)[0] for b in emerged] for a in emerged]

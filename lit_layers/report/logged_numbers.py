@@ -37,10 +37,11 @@ _VARIANTS = ("statistic", "control", "drop_first", "normalization", "split", "of
 
 
 def measured_in(root: str | Path) -> tuple[list[Measurement], dict[tuple[str, str], str]]:
-    """Return the latest measurements of a run, without suspect checkpoints, and the result of `plain_settings`.
+    """Return the latest measurements of a run, without suspect checkpoints, and the first settings of each analysis.
 
-    One analysis may have been measured with several settings (options and data). The curves of one of them, given by
-    `plain_settings`, have the analysis's name; the names of the others end in `@` and a hash.
+    One analysis may have been measured with several settings (options and data). The returned dictionary maps
+    (run, analysis) to the settings that were measured first. Curves of these settings have the analysis's name. The
+    names of curves of other settings end in `@` and a hash.
     """
     measurements = records.read(Path(root) / "measurements.jsonl")
     return [m for m in latest(measurements) if not records.is_suspect(m)], plain_settings(measurements)
@@ -53,8 +54,8 @@ def curves_of(
 
     Values of layer pairs and of single tokens are left out. `scalars="all"` logs everything else. `scalars="plotted"`
     logs one variant of each metric (such as its mean but not its median), and values per layer only for one metric of
-    each analysis: the one listed first in docs/metrics.md. `plain` is the result of `plain_settings`: the settings
-    (options and data) whose curves have the analysis's name without a suffix.
+    each analysis: the one listed first in docs/metrics.md. `plain` maps (run, analysis) to the settings
+    (options and data) whose curves have the analysis's name without a suffix, as `plain_settings` returns it.
     """
     curves = dict[str, Record]()
     for m in measurements:
@@ -96,7 +97,7 @@ def surfaces_of(measured: Iterable[Measurement], plain: dict[tuple[str, str], st
     """Return the measurements that each heat map over layers and steps shows, by the name of the heat map.
 
     The measurements are reduced to one metric. A metric with values per layer at fewer than two steps has no heat map.
-    `plain` is the result of `plain_settings`.
+    `plain` maps (run, analysis) to the settings whose heat maps have no suffix, as `plain_settings` returns it.
     """
     found = defaultdict[str, list[Measurement]](list)
     for m in measured:

@@ -220,10 +220,10 @@ def _is_on_profile(point: tables.Point) -> bool:
 
 
 def choices_of(points: list[tables.Point]) -> list[tuple[dict[str, Any], str]]:
-    """Return the entries of a metric's menu on the page: the options of a figure, and a text.
+    """Return the entries of a metric's menu on the page, each as keyword arguments of the figure and a label.
 
-    An entry is a variant (set of tags), or a variant of one layer if each layer (or pair of blocks) has a table of
-    values.
+    Each variant (set of tags) has an entry. If each layer or pair of blocks has a matrix or list of values, a variant
+    has an entry per layer or pair of blocks.
     """
     kinds = _variant_choices(points)
     if not points[0].tags.keys() & {"row", "token"} or "axis" in points[0].tags:

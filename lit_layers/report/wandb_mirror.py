@@ -217,10 +217,10 @@ class WandbMirror:
 
     @contextlib.contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Stop the mirror after any error and log a warning, so that training goes on.
+        """Stop the mirror and log a warning if the `with` block raises an error, so that training goes on.
 
         Raises:
-            InputError: the error is an InputError from before the W&B run started.
+            InputError: the block raises an InputError before the W&B run has started.
         """
         try:
             yield

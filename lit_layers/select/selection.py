@@ -185,7 +185,7 @@ def write_comparison(models: Sequence[Candidate], left_out: Mapping[str, str], t
 
 
 def chosen_layers(models: Sequence[Candidate], task: str) -> Chart:
-    """Return a chart of the test score of a layer against the time to reach it.
+    """Return a chart of layers: test score against computing time from the input to the layer.
 
     Each model has a filled mark for its chosen layer and a hollow mark for its last layer.
     """
