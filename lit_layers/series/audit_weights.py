@@ -21,7 +21,7 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # Detour ratio of checkpoint i: |w[i+1] - w[i-1]| / min(|w[i] - w[i-1]|, |w[i+1] - w[i]|). It is 0.75 or more in healthy
 # training runs, mostly 1.4 to 2. A checkpoint with a ratio below LINE is off the path.
 LINE = 0.5
-TENSOR_LINE = 0.5  # the limit LINE, for distances between the values of a single tensor
+TENSOR_LINE = 0.5  # like LINE, but for the distances between a single tensor's values in two checkpoints
 # A detour ratio (distance between a checkpoint's two neighbours, divided by its distance to the nearer of them) is a
 # fault only if it is also below this share of the ratio of every other checkpoint.
 FAR_LESS = 0.6
@@ -32,8 +32,9 @@ RETURN = 0.6
 # exchange multiplies the sum of these distances by less than SWAP. Healthy runs have at least 0.96. The limit is
 # SWAP_AT_END if one of the two is the first or last checkpoint, where healthy runs have at least 0.85.
 SWAP, SWAP_AT_END = 0.9, 0.8
-# Limit of 1 - cosine between a checkpoint and its nearer neighbour, relative to the median over all other checkpoints.
-# Checkpoints of healthy runs have at most 0.84, and a checkpoint of another run has at least 0.97.
+# A checkpoint may belong to another training run if d / m is above this limit. d is its cosine distance to the nearer
+# one of the checkpoints before and after it. m is the median of its cosine distances to all other checkpoints. The
+# ratio d / m is at most 0.84 in healthy runs, and at least 0.97 for a checkpoint of another training run.
 STRANGER = 0.9
 # A checkpoint is unlike its two neighbours if the cosine between the neighbours is above ALIKE, and its own cosines to
 # both are below UNLIKE times that cosine.
@@ -50,8 +51,8 @@ FARTHER = 1.2  # limit of |w[-1] - w[-3]| / |w[-2] - w[-3]| of a tensor, divided
 # exponent bit exceeds this limit.
 OUTSIZED = 100.0
 SEVERAL = 16  # smaller tensors are not compared, because few values may be equal by chance
-# Consecutive checkpoints may be equal without a fault if they differ from the checkpoint before or after them in less
-# than this share of the values.
+# Equal consecutive checkpoints are no fault if the checkpoint before or after them differs from them in less than this
+# share of the values.
 HARDLY = 0.1
 COARSE = {"bfloat16": 2**-6, "float16": 2**-9}  # smaller relative distances may be rounding in this precision
 _FINE = 1e-5
@@ -71,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Listed:
-    """The weight files of each chosen checkpoint of a series, of its last step and of its branch `main`."""
+    """The weight files of a series: those of each chosen checkpoint, of the last step and of the branch `main`."""
 
     series: Series
     chosen: Sequence[Checkpoint]
@@ -148,12 +149,12 @@ class Path:
 
     @functools.cached_property
     def distances(self) -> Mapping[str, np.ndarray]:
-        """Distances (steps, steps) between the checkpoints in each tensor."""
+        """For each tensor, the distances (steps, steps) between its values in the checkpoints."""
         return {name: _distances(products) for name, products in self.products.items()}
 
     @functools.cached_property
     def distance(self) -> np.ndarray:
-        """Distances (steps, steps) over all tensors, each of which is scaled to a mean squared distance of 1."""
+        """Distances (steps, steps) between the checkpoints, with each tensor scaled to a mean squared distance of 1."""
         squares = [each**2 / mean for each in self.distances.values() if (mean := (each**2).mean()) > 0]
         return np.sqrt(sum(squares, np.zeros((len(self.steps), len(self.steps)))))
 

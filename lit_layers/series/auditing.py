@@ -76,7 +76,8 @@ class Audit:
     def verdict(self, checkpoint: Checkpoint) -> str:
         """Return the verdict on a checkpoint, which goes into the provenance of its measurements.
 
-        It is `suspect: KINDS`, `note: KINDS (level: LEVEL)` or `clean (level: LEVEL)`; KINDS are kinds of findings.
+        It is `suspect: KINDS`, `note: KINDS (level: LEVEL)` or `clean (level: LEVEL)`. KINDS are kinds of findings.
+        LEVEL is `weights` if the audit read the values of the checkpoint's weights, and `listing` otherwise.
         """
         findings = [finding for finding in self.findings if checkpoint.name in finding.names]
         kinds = dict.fromkeys(finding.kind for finding in findings if not finding.note)

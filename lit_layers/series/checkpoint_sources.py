@@ -53,7 +53,10 @@ _VALUES = 2**20  # values of a tensor that are read at a time, to limit memory
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Facts about one tensor. `norm` is the Euclidean norm of its finite values, `num_broken` the number of others."""
+    """Facts about one tensor.
+
+    `norm` is the Euclidean norm of its finite values. `num_broken` is the number of its NaN and infinite values.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -444,7 +447,7 @@ class ModelFiles(Source):
 
     @property
     def files(self) -> Mapping[str, ListedFile]:
-        return {}  # a single model is not audited, so that its files need no hashes
+        return {}  # a single model is not audited, so its files need no hashes
 
     def path_of(self, file: str) -> Path:
         """Return the local path of a file of the model, downloaded if the model is on the Hub.

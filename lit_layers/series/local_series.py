@@ -189,7 +189,8 @@ DESCRIBED = "network"  # key of the content of config.json in Lightning checkpoi
 class LightningCheckpoints(_LocalSeries):
     """The `.ckpt` files of a Lightning project, in the order of the optimizer steps that they record.
 
-    The network may be a submodule of any name of the project's LightningModule. Its model family must be known.
+    The network may be any submodule of the project's LightningModule, whatever its name. This package must know
+    the network's model family.
 
     Args:
         root: a folder, which is searched with its subfolders, or one file.
