@@ -92,7 +92,7 @@ class Analysis(ABC):
     NEXT_TOKEN: ClassVar[bool] = False  # whether only models that predict the next token are accepted
     LEAST: ClassVar[Mapping[str, float]] = {}  # name of an option -> its smallest allowed value
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # the options that each value of `preset` sets
-    UNMEASURED: ClassVar[Sequence[str]] = ()  # options that change no number and are left out of the config
+    UNMEASURED: ClassVar[Sequence[str]] = ()  # options without effect on the measured values, left out of the config
 
     def reads(self, model: LayeredModel) -> dict[str, Rows]:
         """Return the rows on which the model runs, keyed by the argument of `compute` that receives their values.

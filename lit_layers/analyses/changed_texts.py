@@ -178,7 +178,7 @@ class Invariance(Analysis):
     def _comparable(self, features: LayerFeatures) -> tuple[Tensor, Tensor]:
         """Return a mask of the layers to measure, (layers + 1,), and the indices of the prompts to use.
 
-        All views of the prompts to use have a finite vector at every measured layer.
+        A prompt is used if all its views have a finite vector at every measured layer.
         """
         layers, prompts = comparable(features.defined().unflatten(1, (self.num_views, -1)).all(1))
         if not layers.any():

@@ -167,7 +167,7 @@ class Induction(Analysis):
         return {"batches": Rows([{"input_ids": self.sequences(model)}])}
 
     def sequences(self, model: LayeredModel) -> Tensor:
-        """Return the repeated tokens (prompts, tokens)."""
+        """Return token ids (prompts, tokens): each row is a sequence of random tokens, `repeats` times in a row."""
         period, generator = self._period(model), torch.Generator().manual_seed(self.seed)
         usable = torch.tensor([*{*range(model.vocab_size or 0)} - special_tokens(model)]).sort().values
         drawn = [usable[torch.randperm(len(usable), generator=generator)[:period]] for _ in range(self.num_prompts)]

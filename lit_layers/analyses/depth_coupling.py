@@ -50,8 +50,9 @@ class Coupling(Analysis):
     - `min_gap`, the smallest gap between neighbours among the K + 1 largest singular values, relative to the largest;
     - `num_tied`, the number of Jacobians whose gap is below 1e-4, so that their directions are not well determined.
 
-    Per layer: `singular_value` (tag `index`), `jacobian_norm`, `linearized_rollout`. Over depth: `spectrum_slope` and
-    `spectrum_r_squared`, of a line through 1 / the largest singular value of each block.
+    Per layer: `singular_value` (tag `index`), `jacobian_norm` and `linearized_rollout`, the cosine of the token's state
+    with the state that linearized blocks reach. Over depth: `spectrum_slope` and `spectrum_r_squared`. They describe a
+    line fitted over depth to the reciprocal of the largest singular value of each block's Jacobian.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
     tokens. With `token="mean_patch"`, every metric is computed at `num_patches` evenly spread patches of an image (None

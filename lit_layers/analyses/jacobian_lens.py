@@ -81,7 +81,7 @@ class JacobianLens(Analysis):
             )
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        """Return an empty dict: a lens must be fitted on the first prompts before it reads the others."""
+        """Return an empty dict, because `jobs` runs the model itself: it fits each lens before it compares readouts."""
         return {}
 
     def jobs(self, model: LayeredModel) -> Jobs:
@@ -170,12 +170,12 @@ def single_prompts(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def is_long(prompt: Batch, skip_first: int) -> bool:
-    """Return whether a prompt has a position from `skip_first` on that is followed by another token."""
+    """Return whether any real token of a prompt after the first `skip_first` is followed by another token."""
     return len(real_tokens(prompt)[0]) > skip_first + 1
 
 
 def positions_of(trajectory: Trajectory, skip_first: int) -> Tensor:
-    """Return the positions of a prompt's real tokens from `skip_first` on, without the last, which no token follows."""
+    """Return the positions of a prompt's real tokens, without the first `skip_first` and the last one."""
     return trajectory.mask[0].nonzero()[:, 0][skip_first:-1]
 
 

@@ -62,10 +62,10 @@ class OrderStates(Analysis):
         self._orders(model)
 
     def _orders(self, model: LayeredModel) -> list[tuple[Variant, Schedule, int]]:
-        """Return each variant, its schedule without the last N blocks, and the layer T - N.
+        """Return each variant, the part of its schedule before the last blocks, and the layer before these blocks.
 
-        T is the number of blocks. The variant leaves the last N blocks unchanged. In the full model, they receive the
-        state at layer T - N.
+        Here, the last blocks are those that the variant leaves in place at the end of the model. In the full model,
+        their input is the state at the returned layer.
         """
         chosen = variants_of(self, model, f"{self.name}: ")
         orders = []

@@ -379,9 +379,9 @@ class Interventions(ReadoutAnalysis):
 
 
 def _variant_records(sums: Sums, indices: list[int], tags: Tags, layer: int | None = None) -> Iterator[Record]:
-    """Yield the records of the variant at one index or, for several indices, of the mean over these variants.
+    """Yield the records of one order of the blocks, or of the mean over several orders.
 
-    The mean is taken within each prompt.
+    `indices` selects the orders in `sums`. The mean over orders is taken within each prompt.
     """
     kinds = [("variant_loss", sums.loss, sums.num_labels), ("variant_accuracy", sums.hits, sums.num_labels)]
     for metric, values, counts in (*kinds, ("kl_to_full", sums.divergence, sums.num_rows)):

@@ -356,8 +356,8 @@ class StateGeometry(Analysis):
 
     Args:
         batches: the data to measure on.
-        num_tokens: evenly spread tokens per prompt in the set of all prompts; 1 takes the last token. All layers are
-            held in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
+        num_tokens: number of evenly spread tokens taken from each prompt; 1 takes the last token. Their states at all
+            layers are held in memory: 128 prompts x 8 tokens x 13 layers x 768 x 4 B = 41 MB.
         drop_first: number of first tokens of each prompt, mostly attention sinks, to leave out of everything except
             `massive_activation`.
         first_rank, last_rank: range of eigenvalues to which `alpha_req` is fitted.
@@ -533,8 +533,8 @@ class LayerSimilarity(Analysis):
 
     Args:
         batches: the data to measure on.
-        num_tokens: evenly spread tokens per prompt for `layer_cka`. Their states at all layers are held in memory: 128
-            prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
+        num_tokens: number of evenly spread tokens taken from each prompt for `layer_cka`. Their states at all layers
+            are held in memory: 128 prompts x 16 tokens x 13 layers x 768 x 4 B = 82 MB.
         drop_first: number of first tokens of each prompt to leave out. They are mostly attention sinks, whose norm
             dominates `layer_cka` and the mode "flattened".
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to

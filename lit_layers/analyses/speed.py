@@ -25,10 +25,10 @@ def measure_speed(
 
     The first variant is the full model, which runs unchanged.
 
-    In each round every variant runs the first row of the batch, then the whole batch. The first variant of a round
-    changes from round to round, so that other load on the machine affects all variants equally. The time for changing
-    the order of the blocks is not counted. Memory is the peak that torch's allocators held during one pass over the
-    batch. Torch's profiler reports it, on a CPU and on a GPU.
+    In each round every variant runs the first row of the batch, then the whole batch. Each round starts with another
+    variant, so that other load on the machine affects all variants equally. The time for changing the order of the
+    blocks is not counted. Memory is the peak that torch's allocators held during one pass over the batch. Torch's
+    profiler reports it, on a CPU and on a GPU.
     """
     view = LayeredModel(model)
     view.refuse_reordered()

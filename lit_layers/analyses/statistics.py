@@ -218,9 +218,9 @@ def summarize_ratio(
     all counts are equal, this value is the prompt's own mean sum / count.
 
     `n` counts prompts. A prompt whose count is 0, or whose sum is not finite, is left out and counted in
-    `num_undefined`. With `empty_is_undefined=False`, only prompts whose sum is not finite are counted. The tag named
-    `counted` holds the sum of the counts. If no prompt is left, the list is empty for a `layer`, and has one record
-    with the value NaN for the whole model (`layer=None`).
+    `num_undefined`. With `empty_is_undefined=False`, prompts whose count is 0 are left out too, but `num_undefined`
+    does not include them. The tag named `counted` holds the sum of the counts. If no prompt is left, the list is empty
+    for a `layer`, and has one record with the value NaN for the whole model (`layer=None`).
     """
     nonempty = counts > 0
     defined = nonempty & sums.isfinite()

@@ -26,11 +26,14 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class Trajectory(Analysis):
-    """Shape, growth and steps of the paths that tokens take through the layers; a step leads to the next layer.
+    """Straightness, growth of the norm and length of the steps of the paths that tokens take through the layers.
 
-    Over the whole path: `line_shape_score`, `expodistance`, `equidistance`. Per layer: `line_shape_score` of the path
-    up to this layer (from layer 2), `growth_rate` and `step_norm` (of the block that ends there), `state_norm`. Each
-    value is averaged over the tokens of a prompt, then over prompts. A median (tag `statistic`) is the median over
+    A step is the change of a token's state in one block. For the whole path: `line_shape_score` (1 if it is straight),
+    `expodistance` (0 if the norm grows by the same factor in every block) and `equidistance` (0 if all steps are
+    equally long). Per layer: `state_norm`, `line_shape_score` of the path up to this layer (from layer 2), and
+    `growth_rate` (of the norm) and `step_norm` of the step that ends at this layer.
+
+    Each value is averaged over the tokens of a prompt, then over prompts. A median (tag `statistic`) is the median over
     prompts of the median over tokens.
 
     The tag `num_undefined_tokens` counts tokens without a value, over all prompts. A token has no value if its state is

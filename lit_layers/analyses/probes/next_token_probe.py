@@ -207,8 +207,9 @@ class NextTokenProbe(ProbeAnalysis):
     def _fold_groups(self, text: Tensor) -> Tensor:
         """Return the group id (n,) of each training row.
 
-        `fit_watching_probes`, which chooses its penalty on held-out rows, holds out the rows of a group together. A
-        group is a document. If a document has more rows than are held out at a time, each text is a group.
+        `fit_watching_probes` chooses its penalty on held-out rows. It holds out all rows of a group together. The
+        groups are the documents. If a document has more rows than are held out at a time, the groups are the texts,
+        which are pieces of documents.
         """
         # A plain list of batches does not know the documents of its texts.
         origins = self.train.origins() if isinstance(self.train, Batches) else None

@@ -252,7 +252,7 @@ class _Rows(NamedTuple):
     num_texts: int
 
     def where(self, used: Tensor) -> "_Rows":
-        """Return the rows selected by a mask (rows,), with text indices counted from 0 again."""
+        """Return the rows selected by a mask (rows,), with their texts renumbered from 0."""
         texts, text = self.text[used].unique(return_inverse=True)
         return _Rows(self.targets[used], text, len(texts))
 
