@@ -276,10 +276,11 @@ def _warnings(table: ModelTable, x: Column, corrected: Sequence[Row], rows: Sequ
 class Choice:
     """A rule that chooses a layer for each task without using labels, and the scores at the layers it chooses.
 
-    The rule takes the layer where `metric` is smallest (`rule` is "min") or largest ("max"). `is_chosen` is true if
-    this direction scores higher on the other models.
+    The layers belong to one model. The other models below are those of the same comparison. The rule takes the layer
+    where `metric` is smallest (`rule` is "min") or largest ("max"). `is_chosen` is true if this direction scores higher
+    on the other models than the opposite direction.
 
-    If `metric` is None, the metric and direction with the highest score on the other models are used. `rule` then names
+    If `metric` is None, the rule has the metric and direction that score highest on the other models. `rule` then names
     both, for example "min prompt_entropy".
     """
 

@@ -100,7 +100,7 @@ def read_layers(
         scores: `mteb` for the `main_score` of the measurements `mteb/TASK`; another metric; or a file with the columns
             model, task, layer and score.
         step: The checkpoint of a series. If it is None, the last one that has both metrics and scores is read.
-        with_layer_0: Whether layer 0 takes part in correlations and choices.
+        with_layer_0: Whether correlations include layer 0, the embedding output, and metrics can choose it.
 
     Raises:
         InputError: No model has a metric, several curves of a metric remain, or a metric was measured on other hidden
@@ -234,7 +234,10 @@ def _metric_table(
 
 
 def _missing(values: Any, first: int, what: str) -> str:
-    """Return a text that lists the layers from `first` on without a value, or an empty string if all have one."""
+    """Return a message that names the layers without a finite value, or an empty string if all have one.
+
+    Layers below `first` are ignored. `what` says in the message which value is missing.
+    """
     missing = values.index[~np.isfinite(values.to_numpy()) & (values.index >= first)]
     return f"no {what} at {listing('layer', missing, most=5)}" if len(missing) else ""
 

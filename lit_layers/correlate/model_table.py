@@ -275,7 +275,7 @@ def read_table(path: Path, option: str) -> pd.DataFrame:
     """Read a .csv or .parquet file, with the names of the models as text in the column `model`.
 
     Raises:
-        InputError: The file cannot be read, has no column with the names of the models, or lacks a name.
+        InputError: The file cannot be read, has no column with the names of the models, or has a row without a name.
     """
     try:
         frame: Any = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, comment="#")
