@@ -68,7 +68,7 @@ class OwnNetwork(nn.Module):
         return self
 
     def forward(self, input_ids: Tensor, return_dict: bool = True) -> Tensor:
-        """Return scores (batch, tokens, scores) or (batch, classes)."""
+        """Return the logits: (batch, tokens, words or classes) for each token, or (batch, classes) for each text."""
         return self._scores(input_ids)
 
     def _scores(self, given: Tensor, mask: Tensor | None = None) -> Tensor:

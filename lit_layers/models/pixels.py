@@ -14,7 +14,7 @@ from lit_layers.errors import InputError
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 PREPROCESSOR = "preprocessor_config.json"  # file in which transformers saves the pixel statistics
 _STATISTICS = "pixel_statistics"  # attribute of a model that holds the pixel statistics of its training
-_PREPROCESSOR = "preprocessor_settings"  # attribute of a model of transformers that holds the content of PREPROCESSOR
+_PREPROCESSOR = "preprocessor_settings"  # attribute of a transformers model that holds the content of PREPROCESSOR
 
 
 def set_pixel_statistics_(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -65,7 +65,7 @@ def copy_pixel_statistics_(source: nn.Module, model: nn.Module) -> None:
 
 
 def pixel_statistics(model: nn.Module) -> Statistics | None:
-    """Return mean and standard deviation with which a model's images were normalized in training; None if unknown."""
+    """Return the mean and standard deviation that normalized a model's training images; None if unknown."""
     return getattr(model, _STATISTICS, None)
 
 

@@ -81,8 +81,9 @@ class _Order:
     The new `forward` of a block records the block's arguments and returns its input state. The last block therefore
     receives the input of block 1, and its new `forward` runs the whole schedule on this state.
 
-    A model of L blocks takes the number of cached tokens from the first L layers of a key-value cache. Each execution
-    of a block stores its keys and values in its own cache layer after the first L, so that this number remains correct.
+    A model of L blocks counts the cached tokens in the first L layers of a key-value cache. Here, these cache layers
+    hold only placeholders for the count. Each execution of a block stores its keys and values in its own cache layer
+    after the first L.
     """
 
     def __init__(

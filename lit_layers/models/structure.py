@@ -114,9 +114,10 @@ def infer_family(model: Network) -> Family:
 
 
 def _versions(model: Network) -> tuple[int, ...]:
-    """Return numbers that change if a weight is replaced or written to, so that the checks run again.
+    """Return numbers that change if a weight is replaced or written to.
 
-    Buffers are left out, because the forward pass of some models writes to them.
+    `infer_family` repeats its checks of the model after such a change. Buffers are left out, because the forward pass
+    of some models writes to them.
     """
     tensors = [tensor for tensor in model.parameters() if not tensor.is_inference()]
     return len(tensors), sum(tensor._version for tensor in tensors), hash(tuple(t.data_ptr() for t in tensors))
@@ -165,8 +166,8 @@ def untouched(model: Network) -> Iterator[None]:
     modules = [id(module) for module in model.modules()]
     yield
     after = _tensors(model)
-    # Collect the tensors that were written to or replaced. This is allowed for a buffer whose values did not change:
-    # models that scale their rotary frequencies for long texts write them at each call.
+    # Collect the tensors that were written to or replaced. A buffer may be rewritten with equal values, because models
+    # that scale rotary frequencies for long texts rewrite these buffers at each call.
     written = [
         name for name, each in after.items() if each is not before.get(name) or each._version != versions.get(name)
     ]
@@ -273,7 +274,7 @@ def rebuilt_error(model: Network) -> float:
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
         old = dict(model.named_buffers())
-        # Cast the buffers of `again` to the dtypes of those of `model`, whose rotary tables `half()` may have cast.
+        # Give each buffer of `again` the dtype that it has in `model`: `half()` may have cast the rotary tables there.
         for name, buffer in again.named_buffers():
             buffer.data = buffer.to(old[name].dtype if name in old else buffer.dtype)
         probe, states = probe_of(model), []

@@ -325,7 +325,7 @@ class LayeredModel:
         return inputs, alignment
 
     def check_tokens(self, ids: Tensor) -> None:
-        """Refuse token ids that the model does not take.
+        """Check that the model accepts these token ids.
 
         Raises:
             InputError: if a text is too long, or an id is outside the vocabulary.
