@@ -49,7 +49,7 @@ class Outcome:
         return [name for name in self.result.settings if name in there]
 
     def complete(self, prefix: str = "") -> tuple[list[Measurement], list[Measurement]]:
-        """Return two lists of successful measurements: of all steps in the file, and of the steps measured now.
+        """Return two lists of successful measurements: of all steps in measurements.jsonl, and of this command's steps.
 
         Only analyses whose name starts with `prefix` are included. If an analysis was measured with several settings
         (options and data), this command's settings are used. For an analysis that this command did not measure,
@@ -211,7 +211,7 @@ class Target:
 
     @property
     def is_vision(self) -> bool:
-        """Whether the model only takes images, judged from the config.json of transformers or timm."""
+        """Whether the model takes only images, judged from the config.json of transformers or timm."""
         return "vocab_size" not in self.config and ("image_size" in self.config or "architecture" in self.config)
 
     def get_tokenizer(self) -> str:
@@ -249,7 +249,8 @@ def analyses_for(
         known: Any = {"trained": trained, "tokenizer": tokenizer, "tell": tell}
         return Target(name=name, root=root, series=series, checkpoint=checkpoint, **known)
 
-    last = series.listing.checkpoints[-1]  # the last one of all, so that the chosen steps do not change the analyses
+    # Take the last checkpoint of the whole series, so that the analyses do not depend on which steps are measured.
+    last = series.listing.checkpoints[-1]
     if series.is_single or last.step is not None:
         return make(target(last, series.name))
     if tokenizer is not None and any(map(series.tokenizer, series.listing.checkpoints)):

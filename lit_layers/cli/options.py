@@ -331,11 +331,12 @@ def one_sentence(
 def trust_code(argv: list[str]) -> list[str]:
     """Remove each `--code PACKAGE` from a command line, and allow recipes to name classes of that package.
 
-    `--code` is not an option of the recipe parser, because a recipe could then set it. A folder is appended to the end
-    of `sys.path`, so that its files cannot replace installed packages.
+    PACKAGE is an importable package or module, or a folder of modules. A folder is appended to the end of `sys.path`,
+    so that its files cannot replace installed packages. `--code` is not an option of the recipe parser, because a
+    recipe could then set it.
 
     Raises:
-        InputError: the argument is neither an importable package or module nor a folder.
+        InputError: PACKAGE is neither an importable package or module nor a folder.
     """
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     options.add_argument("--code", action="append", default=[])

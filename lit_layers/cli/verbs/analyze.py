@@ -60,8 +60,9 @@ def analyze(
         model: a folder with config.json and weights, or a name on the Hub; for a series: a folder of steps, a name on
             the Hub together with --steps, or a manifest of published series (*.yaml)
         series: use this instead of a model: a class that defines a series, with its own options
-        follow: measure the checkpoints in a folder, and each new one that a training run writes there. If it is a `fit`
-            run without analyses, the command ends with the run; otherwise end it with Ctrl-C or --patience
+        follow: measure the checkpoints in a folder, and each new one that a training run writes there. If the training
+            is a `fit` run without analyses, the command ends when that run ends; otherwise end it with Ctrl-C or
+            --patience
         patience: with --follow, end after this many seconds without a new checkpoint
     """
     command = Command(recipe)

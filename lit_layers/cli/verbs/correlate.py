@@ -22,15 +22,15 @@ class ModelOptions:
     """Options for a correlation over models.
 
     Args:
-        data: published: use the coupling and leaderboard scores of the coupling paper's 28 language models, instead of
-            folders
-        metric: the metric: ANALYSIS/METRIC of run folders, or a column if the models are one file. Append
+        data: published: instead of models of your own, use the 28 language models of the coupling paper, with their
+            coupling and leaderboard scores
+        metric: the metric: ANALYSIS/METRIC of run folders, or a column if the models are the rows of a file. Append
             [tag=value,...] to choose a variant, e.g. coupling/coupling[k=12]; a k below 1, such as 0.1, is a share of
             the width
         layer: the layer at which the metric is read: its index, or last (default: the value of the whole model,
             otherwise that of the last layer)
         score: the score: FILE.csv:COLUMN with one row per model; a scalar of training, e.g. validation/accuracy;
-            another ANALYSIS/METRIC; or a column if the models are one file
+            another ANALYSIS/METRIC; or a column if the models are the rows of a file
         given: also compute partial correlations that hold these columns fixed, one by one and all together; model sizes
             enter as logarithms
         group: also correlate within groups of models that share a value of this column, e.g. drop_path_rate

@@ -133,7 +133,7 @@ class Run:
             known = [form.format(run_log.shown[name]) for name, form in SHOWN.items() if name in run_log.shown]
             self.show(trainer.global_step, max(trainer.max_steps, 0) or None, "  ".join(known))
 
-        # From the first step on `ResumeCheckpoint` handles SIGTERM: it ends the run at a step boundary.
+        # When training starts, stop exiting on SIGTERM: `ResumeCheckpoint` then ends the run at a step boundary.
         each_step = LambdaCallback(on_train_start=lambda trainer, pl_module: finish_first(), on_train_batch_end=show)
         first = [each_step, self.folder, run_log, *(theirs if isinstance(theirs, list) else [theirs])]
         ours = [StepSeed(options.seed_everything), self.series, self.emergence]
@@ -240,7 +240,8 @@ def _find_start(run: Run) -> tuple[ResumePoint | None, bool]:
     """Return the point to resume from and whether the training had already finished; print a line about it."""
     point, origin = run.resume_from, getattr(run.module, "origin", Origin())
     end = origin.step + run.trainer.max_steps
-    # Only the first rank has verified the checkpoint. The others do it here: all must agree whether training is over.
+    # Only the first rank has verified the checkpoint. The others do it here: all ranks must agree on whether the
+    # training is over.
     if point is not None and point.step >= end and not is_first_rank():
         point = _resume_point(run.options)
     has_ended = run.folder.resume and point is not None and point.step >= end
