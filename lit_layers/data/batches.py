@@ -257,7 +257,7 @@ class EvalText(Batches):
 
 
 def draw_indices(total: int, num: int, seed: int | str) -> list[int]:
-    """Return `num` different random indices below `total`. A larger draw begins with the indices of a smaller one."""
+    """Return `num` distinct random indices below `total`. A larger draw begins with the indices of a smaller one."""
     generator, drawn = random.Random(seed), {}
     while len(drawn) < num:
         drawn[generator.randrange(total)] = None

@@ -110,7 +110,7 @@ class TaskTexts(Texts):
 class CorpusTexts(Texts):
     """Windows of a prepared corpus, drawn as in `EvalText` and decoded to text.
 
-    If a window is blank, such as indentation in source code, the next window drawn takes its place.
+    A window that contains only white space, such as indentation in source code, is replaced by the next one drawn.
 
     Args:
         corpus, tokenizer, split, documents, seed: As in `EvalText`.
@@ -213,7 +213,7 @@ class TextBatches(_EncodedBatches):
 class LabelledTexts(TextBatches):
     """`TextBatches` that also contain the classes of the texts as `labels`, (batch,) int64.
 
-    The texts must have classes, such as `TaskTexts` of a classification task.
+    The texts must have classes, as the texts of a classification task (`TaskTexts`) do.
 
     Raises:
         InputError: On the first iteration: the texts have no classes.

@@ -34,7 +34,7 @@ _PID = os.getpid()
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer, the token that ends a document, and the paths of further files of the tokenizer by name."""
+    """A tokenizer, the token that ends a document, and a dict from names to paths of the tokenizer's other files."""
 
     tokenizer: Tokenizer
     end_of_text: str
