@@ -171,7 +171,7 @@ def settings_of(measurement: Measurement) -> str:
 
 
 def short(settings: str) -> str:
-    """Shorten each hash in the name of settings, `CONFIG.DATA`, to eight digits."""
+    """Shorten each hash in a name of settings, which has the form `CONFIG.DATA`, to eight digits."""
     return ".".join(part[:8] for part in settings.split("."))
 
 
@@ -230,11 +230,11 @@ def keep(last: dict[tuple[Any, ...], Measurement], measurement: Measurement) -> 
 
 
 def shown(measurements: Iterable[Measurement], settings: Settings = ()) -> list[Measurement]:
-    """Return the last measurement of each step, failed or not, with the settings whose curves are plotted.
+    """Return the measurements to plot: the last one of each run, analysis and step, for the chosen settings.
 
-    Settings are the options and data of an analysis. By default, the rule in the docstring of this module chooses the
-    settings of each analysis. `settings` names one or several to plot instead, for the analyses that were measured with
-    them. `all` returns the measurements of all settings.
+    A failed measurement is returned as well. Settings are the options and data of an analysis. By default, the rule in
+    the docstring of this module chooses the settings of each analysis. `settings` names one or several to plot instead,
+    for the analyses that were measured with them. `all` returns the measurements of all settings.
 
     Raises:
         InputError: no analysis has these settings, one analysis has several of them, or two training

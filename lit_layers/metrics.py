@@ -39,10 +39,11 @@ class Metric:
         headline: rank among the few metrics that summarise all scores of a model variant (a model with a changed order
             of its blocks); 0: the metric is not one of them.
         relative: the metric `normalized_score` already compares this value with the full model's.
+        group: the table of `metrics.toml` that contains this row.
         also: name of a second group that the metric belongs to.
         function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.
-        of_states: only the analysis `StateMetric` measures this function under the metric's name; the analysis of its
-            group does not.
+        of_states: the analysis `StateMetric` measures this metric. The analysis that measures the other metrics of
+            `group` does not.
     """
 
     name: str

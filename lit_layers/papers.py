@@ -65,7 +65,7 @@ class Target:
 @dataclass(frozen=True, kw_only=True)
 @with_config(schema.STRICT)
 class Published:
-    """One or several numbers printed in a paper, and where to find the measured number to compare each with.
+    """One or several numbers printed in a paper, and where to find the measured number that belongs to each.
 
     If there are several numbers, each belongs to another run, optimizer step, layer, or value of a tag or column.
     `over` says which of these it is.

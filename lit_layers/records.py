@@ -320,7 +320,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """On the first call, repair the end of the file after a kill, and find the step of the last complete row."""
+        """On the first call, repair the file after an interrupted write, and find the step of the last complete row."""
         if self._ready:
             return
         if self.path.exists():
@@ -456,7 +456,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
     with refused(f"cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        # Unbuffered, so that each line is one write: a kill may cut it, but lines never mix.
+        # Unbuffered, so that each line is one write: a killed process may leave part of a line, but lines never mix.
         with open(path, "a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _repair(file)
@@ -467,7 +467,7 @@ def locked_for_append(path: Path) -> Generator[BinaryIO, None, None]:
 
 
 def _repair(file: Any) -> None:
-    """Repair the end of a file after a kill: add a missing newline to the last line, or remove an incomplete line."""
+    """Repair the end of a file after an interrupted write: add a missing newline, or remove an incomplete line."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         return
@@ -510,7 +510,7 @@ def lines_of(path: Path, kind: type[T]) -> Iterator[T]:
                 yield schema.parse(line, kind, f"{path}, line {number}", RESTORE)
             except schema.NotJson:
                 if not line.endswith(b"\n"):
-                    return  # the last line is incomplete: cut by a kill, or still being written
+                    return  # the last line is incomplete: its writer was killed, or is still writing
                 raise
 
 

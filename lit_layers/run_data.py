@@ -47,7 +47,7 @@ class RunData:
 
     @property
     def models(self) -> dict[str, str]:
-        """Short names of the compared models, by the name of their run; empty for the steps of a run."""
+        """Short name of each model, by the name of its run; empty if the measurements are the steps of one run."""
         return short_names(list(dict.fromkeys(m.run for m in self.measurements))) if self.compares_models else {}
 
     def label(self, measurement: Measurement) -> str:
