@@ -77,8 +77,9 @@ def interval(metric: str, value: float, error: float | None, n: int) -> dict[str
     The dict is empty if `error` is None or the mean is NaN.
 
     The interval of a perplexity is symmetric on the log scale. Scores and accuracies have a Wilson interval, which has
-    positive width even at 0 and 1. Its number of rows is that whose binomial error equals `error`, which is more than n
-    if the scores are averaged over several orders of the blocks. Other metrics use 1.96 standard errors.
+    positive width even at 0 and 1. Its number of rows is the one for which a binomial share has the standard error
+    `error`. That is more than n if the score of each row is a mean over several orders of the model's blocks. Other
+    metrics use 1.96 standard errors.
     """
     if error is None or math.isnan(value):
         return {}

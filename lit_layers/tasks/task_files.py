@@ -183,7 +183,7 @@ def _read_jsonl(path: Path, columns: Mapping[str, str]) -> dict[str, list[Any]]:
 
 
 def json_objects(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object in each line of a file, without blank lines.
+    """Yield the JSON object on each line of a file, skipping blank lines.
 
     Strings may contain a lone surrogate, which json accepts and UTF-8 cannot encode.
 
@@ -379,7 +379,7 @@ def local_copy(use: Use, name: str, folder: str | Path) -> TaskFiles:
     """Return the local copy of a task in a folder of local data.
 
     Raises:
-        InputError: The folder has no such task, or `local_copies` raises.
+        InputError: The folder has no copy of this task, or no valid `tasks.yaml`.
     """
     copies = local_copies(use, folder)
     if name not in copies:

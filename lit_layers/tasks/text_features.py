@@ -54,8 +54,8 @@ class TaskRows:
     def counts(self) -> dict[str, int]:
         """Return the counts that records have as tags, without counts of 0.
 
-        Counted are duplicates and blank rows that were dropped, rows whose text also has another target, test rows of a
-        class that train lacks, and truncated texts.
+        These are the numbers of dropped duplicates, dropped blank rows, rows whose text also occurs with another
+        target, test rows of a class that is missing in train, and truncated texts.
         """
         data = self.data
         names = ("num_duplicates", "num_empty", "num_conflicting", "num_unseen_test_rows")
@@ -164,8 +164,8 @@ def text_features(
 ) -> LayerFeatures:
     """Return one vector per text at every layer, pooled over the text's real tokens (those that are not padding).
 
-    There is one forward pass per text, without the head. Hidden states are pooled on the device, and only the vectors
-    are stored.
+    Each text passes through the model once, without the head. Hidden states are pooled on the device, and only the
+    vectors are stored.
 
     Args:
         model: The model.
