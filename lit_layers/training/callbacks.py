@@ -228,9 +228,10 @@ class EmergenceCallback(_Scheduled):
         steps: the schedule, e.g. `pythia` or `{every: 500}`. The first and the last step are always included.
         root: the run's folder.
         if_exists: what to do if root already holds a run. "refuse" raises an error. "overwrite" removes the files that
-            runs have written there. "resume" continues the run in root from the Trainer's checkpoint. The run must have
-            measured the same weights at that step, or have saved the checkpoint without measuring there. Its
-            measurements of later steps no longer appear in the curves.
+            runs have written there. "resume" continues the run in root at the step of the Trainer's checkpoint. If the
+            run measured or saved weights at this step, they must equal those of the checkpoint. If it did neither, the
+            run must have written the checkpoint itself. The run's measurements of later steps no longer appear in the
+            curves.
         run: the run's name in the records. With None, it is the folder's name.
         tokens_per_step: tokens per optimizer step, from which the number of tokens up to each step is recorded. With
             None, the value of the data module is used, if it has one.

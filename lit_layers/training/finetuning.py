@@ -121,10 +121,10 @@ def cached_result(file: Path, settings: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def seed_means(records: Iterable[Record], num_blocks: int) -> Iterator[Record]:
-    """Yield the mean and standard error of each metric over random orders of the same number of middle blocks.
+    """Yield the mean and standard error of each metric over models that run their middle blocks in a random order.
 
-    A mean is over the records that agree in the metric and in all tags except `seed` and `schedule`. NaN values are
-    left out, and `num_undefined` counts them.
+    These models differ in the seed of the order. There is one mean for each combination of the other tags, such as the
+    number of middle blocks. NaN values are left out, and `num_undefined` counts them.
     """
     groups: dict[tuple, list[Record]] = {}
     for record in records:

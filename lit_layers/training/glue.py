@@ -157,8 +157,8 @@ class LitGlue(LitModule):
     def outputs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return logits of classes (rows, classes), or values (rows,)."""
         config: Any = self.model.config
-        # Read the names of the inputs from the signature, not from a `LayeredModel`. That would check the network again
-        # at every step, as the weights have changed, and the check fails if blocks run in another order.
+        # Read the names of the inputs from the signature. Building a `LayeredModel` would check the network again at
+        # every step, because the weights have changed. The check fails if blocks run in another order.
         takes = set(inspect.signature(type(trunk_of(self.model)).forward).parameters)
         if getattr(config, "type_vocab_size", 0) < 2:
             takes.discard("token_type_ids")

@@ -107,7 +107,7 @@ class Origin:
 
 
 def origin_of(trainer: L.Trainer) -> Origin:
-    """Return the origin of the module in training; if the module has none, the origin is step 0."""
+    """Return the steps and tokens of the model's training before this run: 0 if the trained module has no `origin`."""
     return getattr(trainer.lightning_module, "origin", None) or Origin()
 
 
@@ -160,7 +160,7 @@ def check_tokenizer(folder: Path, data: Any, name: str | None) -> None:
     """Check that the data's token ids come from the tokenizer of the model in `folder`.
 
     Raises:
-        InputError: if `folder` contains another tokenizer than the data were made with.
+        InputError: if the tokenizer in `folder` is not the one that the data were made with.
     """
     used = getattr(getattr(data, "shards", None), "tokenizer_hash", None)
     if used is None:
@@ -336,8 +336,8 @@ class RunFolder(L.Callback):
         options: the same options as plain values, for `run.json` and W&B.
         mirror: the object that mirrors the run to W&B, or None.
         resume: whether the run in `root` continues.
-        goes_back: whether the run resumes at a step that the user chose. Its later measurements are then void. A run
-            that resumes from its last checkpoint repeats the same steps, so they stay valid.
+        goes_back: whether the run resumes at a step that the user chose. The measurements of later steps are then void.
+            A run that resumes from its last checkpoint repeats the same steps, so its measurements stay valid.
     """
 
     def __init__(

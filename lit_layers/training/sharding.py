@@ -74,8 +74,8 @@ def shard_(model: nn.Module, mesh: DeviceMesh, precision: str = "32-true") -> No
         # Weights move to the device block by block, so that the whole model never has to fit into its memory.
         _broadcast_(part.parameters(), mesh)
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    # Bypass `nn.Module.__setattr__`, which would register a submodule: the state dict and the optimizer would then
-    # contain the parameters of the skeleton.
+    # Bypass `nn.Module.__setattr__`, which would register the skeleton as a submodule: the state dict and the optimizer
+    # would then contain the parameters of the skeleton.
     model.__dict__[_SKELETON] = skeleton
 
 

@@ -437,7 +437,7 @@ class Watch:
     def _release(self) -> None:
         _open.discard(self)
         self._closed = True
-        for other in self._others()[:1]:  # hand the lock of the folder on to another open watch
+        for other in self._others()[:1]:  # pass the folder's lock to another `Watch` of this folder, if one is open
             other._lock.push(self._lock.pop_all())
         self._lock.close()
 
