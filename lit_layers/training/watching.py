@@ -308,8 +308,8 @@ class Watch:
         steps: the schedule, e.g. `pythia` or `{"every": 500}`. Step 0 and the last step are always included.
         root: the run's folder, for `measurements.jsonl` and the files that `lit-layers report` writes.
         if_exists: what to do if root already holds a run. "refuse" raises an error. "overwrite" removes the files that
-            runs have written there. "resume" continues the run in root if it was measured at `first_step` with the
-            same weights. Its measurements after `first_step` no longer appear in the curves.
+            runs have written there. "resume" continues the run in root, which must have measured or saved the same
+            weights at `first_step`. The run's measurements after `first_step` no longer appear in the curves.
         save: whether to save the model at each measured step as a Hugging Face folder, `root/step-000001000`.
         tokenizer: a local tokenizer folder whose files are copied into each saved folder.
         run: the run's name in the records. With None, it is the folder's name.
