@@ -136,7 +136,7 @@ METRICS = {metric.name: metric for group in GROUPS for metric in group.metrics}
 
 
 def look_up(metric: str) -> Metric:
-    """Return a metric's row in `metrics.toml`; a metric without one gets a row with little but its name."""
+    """Return a metric's row in `metrics.toml`; a metric without one gets a row with hardly more than its name."""
     half = metric.endswith("_of_half")
     return METRICS.get(metric) or Metric(metric, sentence(metric), secondary=half, also="half" if half else "")
 

@@ -89,7 +89,7 @@ class Scatter:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the groups are coloured along a scale, because they are two or more numbers."""
+        """Whether the groups are coloured along a scale, because their labels are two or more numbers."""
         kinds = self.kinds()
         return len(kinds) > 1 and all(map(_is_number, kinds))
 

@@ -443,8 +443,8 @@ class SeriesMeasurements:
     def run_of(self, checkpoint: Checkpoint) -> str:
         """Return the name of the run that the checkpoint's measurements belong to.
 
-        That is the checkpoint's own `run`, if it has one. Otherwise it is the name of the run in the folder or, if the
-        series is a set of models without steps, the name of the model.
+        That is the checkpoint's own `run`, if it has one. Otherwise it is the name of the run whose folder receives the
+        measurements or, if the series is a set of models without steps, the name of the model.
         """
         if checkpoint.run is not None:
             return checkpoint.run

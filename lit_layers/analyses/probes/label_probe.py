@@ -153,7 +153,7 @@ class LabelProblem(NamedTuple):
     train: Tensor  # (fitted rows,) class indices
     test: Tensor  # (test rows,) class indices
     fitted: Tensor  # (distinct rows,) False for undefined training rows
-    scored: Tensor  # (rows of test,) False for undefined test rows
+    scored: Tensor  # (test rows,) False for undefined test rows
     num_classes: int
     num_duplicates: int
 

@@ -67,7 +67,7 @@ class TaskTexts:
             cross-validation, and `c`, `penalty`, `tolerance` and `max_iterations` are not used.
     """
 
-    kind: ClassVar[str]  # first part of the default name
+    kind: ClassVar[str]  # first part of an analysis's default name
     SEES: ClassVar = "text"
     LEAST: ClassVar = {**ProbeAnalysis.LEAST, "penalty": 0}
 

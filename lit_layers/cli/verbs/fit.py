@@ -209,7 +209,7 @@ def fit(
             point, is_over = _find_start(run)
             if is_over and point is not None:
                 run.last_step = point.step
-                # `_closing` writes the report again, because it is missing if the process was killed after training.
+                # `_closing` writes the report, which is missing if the process was killed after training.
                 if run.trainer.is_global_zero:
                     run.folder.reopen(point.step)
             else:

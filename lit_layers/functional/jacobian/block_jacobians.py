@@ -5,8 +5,9 @@ over every token of the prompt.
 
 Only attention mixes tokens, which allows a faster route that is also exact. The route calls the block only on the
 requested tokens and replaces the attention output by its first-order expansion (formulas in `block_call.py`). The other
-tokens of the prompt then cost nothing. Next, it cuts this call at its linear maps and multiplies their weights from the
-last to the first. Each matrix product serves all rows and tokens at once (`linear_cut.CutBlock`).
+tokens of the prompt then cost nothing. Next, it splits this call at its linear maps. From the output back to the input,
+it multiplies their weights with the derivatives of the operations between them (`linear_cut.CutBlock`). Each matrix
+product computes all rows of J for all requested tokens.
 
 The route has no list of known block classes, so a block may break its assumptions. Its result is therefore compared
 with a derivative of the block itself before it is used. If the two differ, `route="auto"` falls back to reverse mode.
@@ -63,12 +64,12 @@ def block_jacobian(
     for several output tokens with "same"; `(batch, out, in, dim, dim)` otherwise.
 
     Computed in the precision of `hidden`, under any gradient mode. Parameters get no gradients, and the result has no
-    graph. The fast route serves a module, or a block of a trajectory (an object with `module`, `args` and `kwargs`). It
-    calls the block on single tokens, with its attention to the prompt replaced by a first-order expansion. The first
-    derivatives are still exact, and their cost does not grow with the length of the prompt. The result is checked
-    against the block's own derivative for each new layout of inputs and for new weights. If the check fails, one
-    warning is issued, and reverse mode on whole prompts computes the Jacobian. For any other callable only reverse mode
-    is used.
+    graph. The fast route works for a module, or for a block of a trajectory (an object with `module`, `args` and
+    `kwargs`). It calls the block on single tokens, with its attention to the prompt replaced by a first-order
+    expansion. The first derivatives are still exact, and their cost does not grow with the length of the prompt. The
+    result is checked against the block's own derivative for each new layout of inputs and for new weights. If the check
+    fails, one warning is issued, and reverse mode on whole prompts computes the Jacobian. For any other callable only
+    reverse mode is used.
 
     Args:
         block: Maps hidden states to hidden states of the same shape. It must treat prompts independently and be in
