@@ -139,6 +139,8 @@ def _pooling(read: Callable[[str], bytes], path: str) -> TextPooling:
     known: dict[str, TextPooling] = {**_POOLINGS, **_SWITCHES}
     if len(modes) != 1 or modes[0] not in known:
         raise _mismatch(path, f"pooling by one of {', '.join(_POOLINGS)}", " and ".join(modes) or "nothing")
+    if config.get("include_prompt") is False:
+        raise _mismatch(path, "pooling that includes the prompt", "include_prompt: false")
     return known[modes[0]]
 
 

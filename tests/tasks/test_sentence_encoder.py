@@ -122,6 +122,7 @@ def test_unsupported_modules_are_refused_in_one_sentence(tmp_path):
         ({"pooling": {"pooling_mode_max_tokens": True}}, "one of mean, cls, lasttoken, got pooling_mode_max_tokens"),
         ({"pooling": {"pooling_mode": ["cls", "mean"]}}, "lasttoken, got cls and mean"),
         ({"pooling": {"pooling_mode": ""}}, "lasttoken, got nothing"),
+        ({"pooling": {"include_prompt": False}}, "includes the prompt, got include_prompt: false"),
         ({"config_sentence_transformers": {"similarity_fn_name": "manhattan"}}, "expected cosine or dot, got manh"),
     ]
     for number, (files, sentence) in enumerate(cases):
