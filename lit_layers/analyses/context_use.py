@@ -256,7 +256,7 @@ class NgramAgreement(Analysis):
 
     Args:
         batches: the data to measure on.
-        corpus: the data in which n-grams are counted: windows of the training text, as many as affordable.
+        corpus: the data in which n-grams are counted: windows of the training text, the more the better.
         orders: orders of the n-grams, 1 to 3.
         num_tokens: tokens per prompt. Each is read out once per layer. In GPT-2 small, a prompt takes 13 layers x 8
             tokens x 2 x 768 x 50,257 FLOP.

@@ -134,7 +134,7 @@ def bar(opening: str, *, hidden: bool = False, initial: int = 0) -> Iterator[Sho
 
     every = REDRAWN if sys.stderr.isatty() and not _is_verbose else LINE
     looks: Any = {"leave": False, "mininterval": every, "miniters": 0, "smoothing": 0, "dynamic_ncols": True}
-    looks["delay"] = every  # work that ends sooner gets no bar
+    looks["delay"] = every  # no bar for work that takes fewer seconds
     with tqdm(desc=opening, disable=hidden, initial=initial, **looks) as drawn:
 
         def show(now: int | None, of: int | None, then: str) -> None:

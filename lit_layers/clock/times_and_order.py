@@ -33,7 +33,8 @@ BEFORE = ("p_a_before_b", "paired")
 FEW_SEEDS = 3
 FEWEST_COMMON = 5  # number of curves that two runs must share before their orders of emergence are compared
 UNDECIDED = 0.05  # if more than this share of draws leave undecided which curve is first, its probability is NaN
-WIDEST = 0.25  # share of the log axis: half-way points with wider intervals are left out of comparisons of orders
+# Half-way points with wider intervals, as a share of the log axis, are left out of comparisons of orders.
+WIDEST = 0.25
 
 
 @dataclass(frozen=True)

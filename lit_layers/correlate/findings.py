@@ -19,7 +19,8 @@ from lit_layers.functional.correlation import Correlation, UndefinedError
 Column = NDArray[np.float64]
 CONFOUNDED = 0.5  # warn if the R² of the metric with its baseline or with a size of the model is higher
 FEW = 10
-_FEWEST_DRAWN = 5  # fewest models for a bootstrap interval: resamples of fewer models mostly repeat two or three
+# Fewest models for a bootstrap interval: samples of fewer models mostly hold only two or three of them.
+_FEWEST_DRAWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -289,7 +289,7 @@ class _Source:
     def steps(self, model: str) -> set[int | None]:
         """Return the steps at which a model has values.
 
-        The set is empty for a model without values. It is {None} for a model that was not measured by steps.
+        The set is empty for a model without values. It is {None} for a model whose measurements have no step.
         """
         return {*self.values["step"][self.values["model"] == model]}
 

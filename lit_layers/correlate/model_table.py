@@ -224,7 +224,7 @@ def plainest_variant(variants: Iterable[Mapping[str, Any]], what: str, option: s
     """
     distinct = list({str(tags): tags for tags in variants}.values())
     best = plainest(distinct)
-    # the variants that are as close to a plain mean as `best` is
+    # the variants (tags) between which `plainest` does not decide
     plain = [tags for tags in distinct if plainest([tags, best]) is tags]
     if len(plain) > 1:
         listed = "; ".join(map(_written, plain))

@@ -153,7 +153,7 @@ def write_pictures(charts: Iterable[tuple[str, Any]], folder: Path) -> list[Path
 
 
 def pictures_of(specs: Sequence[Any], suffixes: Sequence[str]) -> list[list[bytes]]:
-    """Return each Vega-Lite specification in each format.
+    """Return the content of a file in each format for each Vega-Lite specification.
 
     Raises:
         ValueError: a suffix is not .png, .svg or .pdf.

@@ -34,10 +34,10 @@ def middle(num_blocks: int, start: int) -> range:
 
 
 def start_of(num_blocks: int, num_middle: int, option: str = "middle") -> int:
-    """Return the `start` for which `middle` has `num_middle` blocks: (num_blocks - num_middle - 1) / 2.
+    """Return the `start` for which `middle(num_blocks, start)` has `num_middle` blocks.
 
-    `num_middle` must be odd if `num_blocks` is even, and even if `num_blocks` is odd. The error message names the
-    argument `option`.
+    It is (num_blocks - num_middle - 1) / 2. So `num_middle` must be odd if `num_blocks` is even, and even if it is odd.
+    The error message calls `num_middle` by the name in `option`.
 
     Raises:
         ValueError: no `start` gives that number of blocks.

@@ -464,7 +464,7 @@ def microbatches(
 
 
 def _row_bytes(model: LayeredModel, column: torch.Tensor) -> int:
-    """Return the bytes of the states of one text or image at all layers; `column` holds the inputs."""
+    """Return the number of bytes of the states of one text or image at all layers; `column` holds the inputs."""
     tokens = column.shape[1]
     if model.family.sees_images:
         tokens = model.num_patches(column.shape[-1]) + model.num_prefix_tokens

@@ -20,8 +20,8 @@ TWO_ROWS = "an encoder and a decoder are two rows of blocks"
 class FoundFamily(Family):
     """A family that was found by watching a call of a model. It is valid for one class with one config.
 
-    Unlike in the rows of `FAMILIES`, `blocks` and `norm` are paths below the model, not below its trunk. States are
-    read out by the model's own call with bypassed blocks, so the field `head` is unused.
+    Unlike in the rows of `FAMILIES`, `blocks` and `norm` are paths below the model, not below its trunk. To
+    read out states, the model itself is called with its blocks bypassed, so the field `head` is unused.
     """
 
     returned: tuple[int, ...] = ()  # for each block: length of the tuple it returns; 0 for a tensor
@@ -58,7 +58,7 @@ class FoundFamily(Family):
         return logits[..., None] if self.scalar_scores else logits
 
     def read_out(self, model: Network, hidden: Tensor) -> Tensor:
-        """Return the logits of states (batch, tokens, dim), by the model's own call with bypassed blocks."""
+        """Return the logits of states (batch, tokens, dim), by calling the model with its blocks bypassed."""
         # If the head reads one token at a time, make each token a text of one token, so that `hidden` may hold any
         # selection of tokens.
         states = hidden if self.needs_all else hidden.reshape(-1, 1, hidden.shape[-1])

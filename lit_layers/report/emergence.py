@@ -184,7 +184,10 @@ def order_matrix(clock: Clock, run: str) -> Chart:
 
 
 def _ends(times: Sequence[Any], curves: Sequence[StepCurve]) -> dict[str, Any]:
-    """Return the interval ends of times as axis positions, none later than the last checkpoint of `curves`."""
+    """Return the ends of the times' confidence intervals, `low` and `high`, as positions on the axis of the chart.
+
+    Ends after the last checkpoint of `curves` are drawn at that checkpoint.
+    """
     last = max(float(curve.at[-1]) for curve in curves)
     return {end: rounded(log_step(min(getattr(time, end), last)) for time in times) for end in ("low", "high")}
 

@@ -159,7 +159,7 @@ class Memory:
         self.folder = root / FOLDER
 
     def hash_of(self, path: Path, compute: Callable[[], str], *, part: str = "") -> str:
-        """Return the cached hash of a file, or of a named `part` of it. If the file is new or changed, compute it."""
+        """Return the hash of a file or of a named `part` of it, cached unless the file is new or changed."""
         name, key = f"{path.parent.name}/{path.name} {part}", on_disk(path)
         saved = self._hashes.get(name)
         if saved is None or saved[0] != key:

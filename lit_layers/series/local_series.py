@@ -130,7 +130,7 @@ class NetworkTensors:
             if name in own and shape and shape[0] == self.rows:
                 own[name] = own[name][: shape[0]]
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        # An empty prefix selects all tensors of the file: those that do not belong to the network are ignored.
+        # An empty prefix selects all tensors of the file. Then tensors that do not belong to the network are no error.
         names = self.shapes.keys() | (shapes.keys() if prefix else set())
         wrong = sorted(name for name in names if shapes.get(name) != self.shapes.get(name))
         if wrong:
@@ -169,7 +169,7 @@ class NetworkTensors:
 
 
 def states_in(path: Path) -> dict[str, "Tensor"]:
-    """Return the tensors of a Lightning checkpoint, with the parts that wrappers insert removed from their names."""
+    """Return the tensors of a Lightning checkpoint; parts that wrappers add to their names are removed."""
     state = read_lightning(path)["state_dict"]
     return {_plain(name): tensor for name, tensor in state.items() if name.rpartition(".")[2] != _COUNTED}
 

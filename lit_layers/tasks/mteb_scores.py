@@ -254,7 +254,7 @@ class Averages:
     step: int | None
     pooling: str
     states: str
-    scores: pd.DataFrame  # a row per averaged task: its name, domain, kind of score, n, and a column per layer
+    scores: pd.DataFrame  # per task in the averages: name, domain, kind of score, n (rows), a column per layer
     curve: pd.DataFrame  # its columns: layer, average, classification, ...
     missing: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)

@@ -248,7 +248,7 @@ def majority_records(rows: TaskRows, missing: Tags) -> Iterator[Record]:
     """Yield the test scores of a constant prediction, the same for all rows.
 
     For classes, the prediction is the class frequencies of the training labels. For a regression, it is their mean.
-    `missing` holds the tags that count rows left out.
+    `missing` holds tags with the numbers of rows left out.
     """
     train, targets = rows.targets["train"], rows.targets["test"]
     tags: Tags = {"task": rows.data.name, "split": "test", "num_train_rows": len(train), **rows.counts(), **missing}

@@ -469,7 +469,7 @@ def _landmarks(drawn: Array, grid: Array, checkpoints: NDArray[np.intp]) -> tupl
     )
 
 
-# Replicates of a curve: bootstrap samples of the replicates, and the covariance of the mean of the replicates.
+# Curves with several replicates: bootstrap samples of the replicates, and the covariance of their mean.
 
 
 def bootstrap_counts(replicates: int, *, seed: int = 0) -> NDArray[np.int64]:

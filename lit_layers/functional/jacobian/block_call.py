@@ -503,8 +503,8 @@ class Replay(_Calls):
     Raises `Unsupported` if the block calls its attention a second time.
     """
 
-    # Call torch's attention module without masks: the recorded weights include them, and a mask for the whole prompt
-    # does not fit one token.
+    # Call torch's attention module without masks: the recorded attention weights already contain them, and a mask for
+    # the whole prompt does not fit one token.
     module_kwargs: ClassVar = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 
     def __init__(self, attention: Attention, answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
