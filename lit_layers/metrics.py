@@ -38,8 +38,8 @@ class Metric:
         unlisted: show the metric neither in tables of results nor in a figure of its own.
         headline: rank among the few metrics that summarise all scores of a model variant (a model with a changed order
             of its blocks); 0: the metric is not one of them.
-        relative: summaries show this metric for the full model only, because `normalized_score` compares other orders of
-            the blocks with the full model.
+        relative: summaries show this metric for the full model only, because `normalized_score` compares other orders
+            of the blocks with the full model.
         group: the table of `metrics.toml` that contains this row.
         also: name of a second group that the metric belongs to.
         function: function of `lit_layers.functional` whose docstring defines the metric: `entropy.matrix_entropy`.

@@ -100,7 +100,8 @@ def read_layers(
         scores: `mteb` for the `main_score` of the measurements `mteb/TASK`; another metric; or a file with the columns
             model, task, layer and score.
         step: The checkpoint of a series. If it is None, the last one that has both metrics and scores is read.
-        with_layer_0: Whether correlations include layer 0, the embedding output, and metrics can choose it.
+        with_layer_0: Whether correlations include layer 0, the embedding output. If so, a metric may also choose
+            layer 0 as the best layer.
 
     Raises:
         InputError: No model has a metric, several curves of a metric remain, or a metric was measured on other hidden

@@ -457,7 +457,7 @@ def add_task_medians(frame: pd.DataFrame) -> TaskMeans:
 
 
 def _refuse_several_settings(table: Any) -> None:
-    """Refuse a table where an analysis has several settings (options and data): no mean may mix them.
+    """Refuse a table where an analysis has several settings (options and data), which no mean may mix.
 
     Raises:
         ValueError: an analysis of a run has several settings.

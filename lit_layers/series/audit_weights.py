@@ -22,8 +22,8 @@ from lit_layers.series.checkpoint_sources import Fingerprint, Format, ask_all, f
 # training runs, mostly 1.4 to 2. A checkpoint with a ratio below LINE is off the path.
 LINE = 0.5
 TENSOR_LINE = 0.5  # like LINE, but for the distances between a single tensor's values in two checkpoints
-# A detour ratio (distance between a checkpoint's two neighbours, divided by its distance to the nearer of them) is a
-# fault only if it is also below this share of the ratio of every other checkpoint.
+# A detour ratio (as for LINE) below the limit is a fault only if it is also smaller than this share of the ratio of
+# every other checkpoint.
 FAR_LESS = 0.6
 # Limit of |w[c] - w[a]| / max(|w[b] - w[a]|, |w[c] - w[b]|) for steps a < b < c. Below the limit, the weights have
 # returned to old values. Healthy training runs have at least 0.67.

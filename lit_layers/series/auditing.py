@@ -522,7 +522,7 @@ class SeriesMeasurements:
 def _model_of(source: Mapping[str, Any], step: int | None) -> str | None:
     """Return what identifies a model in its provenance: its repository or folder; None if neither is recorded.
 
-    A repository has the revision appended, unless that is the branch of a step or `main`.
+    The revision is appended to a repository, unless it is `main` or the branch of a step.
     """
     checkpoint = source.get("checkpoint")
     if checkpoint is None:

@@ -104,10 +104,10 @@ def choose(listed: Sequence[int], steps: Steps, where: str) -> list[int]:
 
     `steps` is `all`, a list, `{log_spaced: N}` or a training schedule (`pythia`, `{every: 1000}`, ...).
     `{log_spaced: N}` chooses the steps nearest to N points evenly spaced in log(1 + step), with both ends. A schedule
-    chooses its steps that are listed, and the last listed step.
+    chooses those of its steps that are listed, and the last listed step.
 
     Raises:
-        InputError: `steps` lists a step that is not in `listed`, or is none of these.
+        InputError: `steps` lists a step that is not in `listed`, or has another form.
     """
     if steps == ALL:
         return sorted(listed)

@@ -335,7 +335,7 @@ class BenchmarkScores(TokenizerMixin, Analysis):
 def _variant_records(
     variant: Variant, tags: dict[str, str | int | float], scores: Sequence[TaskScores], full: TaskScores, lead: bool
 ) -> Iterator[Record]:
-    """Yield the records of `BenchmarkScores` for one variant, or for the mean over the seeds of a random order.
+    """Yield the records of `BenchmarkScores` for one variant (order of the blocks), or for the mean over random orders.
 
     `scores` has one item per seed. Scores are first averaged over seeds in each row of the task. The difference from
     the full model is paired over rows. For a random order, this difference is recorded only for the mean over seeds.

@@ -90,10 +90,10 @@ def _message(what: str, step: int, root: Path) -> str:
     )
 
 
-# Exact resume: a killed run continues with the same bits as an uninterrupted one. Everything random is a function of
-# the step (`StepSeed`, `StepSampler`). A resume checkpoint holds all else: weights, optimizer, schedule, loop counters,
-# and the length of `metrics.jsonl`. Unlike the saved series, old resume checkpoints are deleted, only this package
-# reads them, and they have their own schedule.
+# Exact resume: a killed run continues bit for bit like an uninterrupted one. Everything random is a function of
+# the step (`StepSeed`, `StepSampler`). A resume checkpoint holds everything else: weights, optimizer, schedule, loop
+# counters, and the length of `metrics.jsonl`. Unlike the saved series, old resume checkpoints are deleted, only this
+# package reads them, and they have their own schedule.
 
 FOLDER, STATE, FACTS = "resume", "trainer.ckpt", "meta.json"
 _Facts = with_config(schema.STRICT)(TypedDict("_Facts", {"step": Count, "sha256": str}))

@@ -144,9 +144,10 @@ class Pairs:
 
     @cached_property
     def log_prior(self) -> Array:
-        """Log of the prior probability of each pair, before it is raised to the power `TEMPER`.
+        """Log of the prior probability of each pair of steps, before it is raised to the power `TEMPER`.
 
-        Curves with no step, with one step and with two steps are equally likely. The probability of a pair of two steps
+        A step is a sudden change of the curve, and one or both steps of a pair may be absent. Curves with no step, with
+        one step and with two steps are equally likely. The probability of a pair of two steps
         is doubled, because only one of the two orders of its steps is in the list.
         """
         return self.steps.log_prior[self.index].sum(0) + np.log(2) * self.are_two

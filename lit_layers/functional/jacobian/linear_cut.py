@@ -51,7 +51,7 @@ class Linear(NamedTuple):
     The graph of autograd begins anew at the output of each map, which is therefore a leaf of the graph.
     """
 
-    input: Tensor  # (picked, .., in), computed from earlier leaves
+    input: Tensor  # (picked, .., in), the map's input, a function of the leaves before it
     weight: Tensor  # (out, in)
     output: Tensor  # (picked, .., out), a leaf
 
