@@ -58,7 +58,7 @@ class Recipe:
     classes: int
     positions: int
 
-    def at(self, share: int) -> dict[str, tuple[int, int, int]]:
+    def divided(self, share: int) -> dict[str, tuple[int, int, int]]:
         names = ("text", "coupling", "train", "test")
         return {name: (max(1, getattr(self, name)[0] // share), *getattr(self, name)[1:]) for name in names}
 
@@ -106,7 +106,7 @@ class AllLogits(LayeredModel):
 
 
 def all_analyses(recipe: Recipe, share: int) -> list[Analysis]:
-    sizes = recipe.at(share)
+    sizes = recipe.divided(share)
     text, coupling, train, test = (Windows(recipe.vocabulary, *sizes[name], seed) for seed, name in enumerate(sizes))
     return [
         Trajectory(batches=text),

@@ -141,7 +141,7 @@ def signal_at(owner, name: str, number: int, *, after: bool = False, signal_numb
     real, calls = getattr(owner, name), itertools.count(1)
 
     def arm(first: bool) -> None:
-        def until(*arguments, **options):
+        def call_and_signal(*arguments, **options):
             last = next(calls) == (1 if first else number)
             if last and not after:
                 os.kill(os.getpid(), signal_number)
@@ -150,7 +150,7 @@ def signal_at(owner, name: str, number: int, *, after: bool = False, signal_numb
                 os.kill(os.getpid(), signal_number)
             return result
 
-        setattr(owner, name, until)
+        setattr(owner, name, call_and_signal)
 
     return arm
 

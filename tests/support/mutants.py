@@ -70,7 +70,7 @@ def _is_text(node: ast.expr) -> bool:
 def _mutated(node: ast.expr, text: str) -> str | None:
     """Return the changed text of an expression, or None if no change is known for it."""
 
-    def between(left: ast.expr, right: ast.expr, operator: ast.AST) -> str | None:
+    def changed_operator(left: ast.expr, right: ast.expr, operator: ast.AST) -> str | None:
         if type(operator) not in _WORDS:
             return None
         old, new = _WORDS[type(operator)]
@@ -79,11 +79,11 @@ def _mutated(node: ast.expr, text: str) -> str | None:
 
     match node:
         case ast.Compare(ops=[operator]):
-            return between(node.left, node.comparators[0], operator)
+            return changed_operator(node.left, node.comparators[0], operator)
         case ast.BinOp() if not any(map(_is_text, (node.left, node.right))):
-            return between(node.left, node.right, node.op)
+            return changed_operator(node.left, node.right, node.op)
         case ast.BoolOp():
-            return between(node.values[0], node.values[1], node.op)
+            return changed_operator(node.values[0], node.values[1], node.op)
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             return text[node.operand.col_offset - node.col_offset :]
         case ast.Constant(value=bool()):
