@@ -12,8 +12,7 @@ MANIFESTS = Path(__file__).parents[2] / "checkpoints"
 
 def test_pythia_has_154_steps_of_two_million_tokens():
     facts = known_facts("EleutherAI/pythia-70m-deduped")
-    steps = facts.expected()
-    assert steps is not None
+    steps = facts.expected() or ()
     assert len(steps) == 154
     assert steps[:5] == (0, 1, 2, 4, 8)
     assert steps[10:13] == (512, 1000, 2000)
@@ -35,8 +34,7 @@ def test_the_first_release_has_its_own_steps():
 
 def test_crfm_has_608_steps_without_the_untrained_model():
     facts = known_facts("stanford-crfm/expanse-gpt2-small-x777")
-    steps = facts.expected()
-    assert steps is not None
+    steps = facts.expected() or ()
     assert len(steps) == 608
     at = {0: 10, 9: 100, 10: 150, 47: 2000, 48: 2100, 227: 20000, 228: 21000, -1: 400000}
     assert {index: steps[index] for index in at} == at
@@ -53,8 +51,7 @@ def test_olmo_has_tokens_per_step_where_they_are_known():
 def test_multiberts_have_28_steps_of_five_seeds():
     names = repositories_of(MANIFESTS / "multiberts.yaml")
     assert names == [f"google/multiberts-seed_{seed}" for seed in range(5)]
-    steps = known_facts(names[0]).expected()
-    assert steps is not None
+    steps = known_facts(names[0]).expected() or ()
     assert (len(steps), steps[0], steps[9], steps[10], steps[-1]) == (28, 20_000, 200_000, 300_000, 2_000_000)
 
 

@@ -10,28 +10,25 @@ from lit_layers.series.checkpoint import Grammar, StepName, choose, recognize
 PYTHIA = [0, *(2**power for power in range(10)), *range(1000, 143001, 1000)]
 
 
-NAMES = [
-    ("step", "step143000", StepName("step143000", 143000)),
-    ("step", "step-000001000", StepName("step-000001000", 1000)),
-    ("stages", "step9000-tokens38B", StepName("step9000-tokens38B", 9000, billions=38)),
-    ("stages", "stage1-step150-tokens1B", StepName("stage1-step150-tokens1B", 150, billions=1)),
-    ("stages", "stage2-ingredient3-step11931-tokens50B", None),
-    (
-        "stage2-ingredient3-step{step}-*",
-        "stage2-ingredient3-step11931-tokens50B",
-        StepName("stage2-ingredient3-step11931-tokens50B", 11931),
-    ),
-    ("stage2-ingredient3-step{step}-*", "stage2-ingredient1-step11931-tokens50B", None),
-    ("checkpoint", "checkpoint-400000", StepName("checkpoint-400000", 400000)),
-    ("iter_{step}.0", "iter_0500.0", StepName("iter_0500.0", 500)),
-    ("iter_{step}.0", "iter_0500x0", None),
-    ("step", "step12x", None),
-    ("step", "main", None),
+NAMES = [  # grammar, name, step, billions of tokens
+    ("step", "step143000", 143000, None),
+    ("step", "step-000001000", 1000, None),
+    ("stages", "step9000-tokens38B", 9000, 38),
+    ("stages", "stage1-step150-tokens1B", 150, 1),
+    ("stages", "stage2-ingredient3-step11931-tokens50B", None, None),
+    ("stage2-ingredient3-step{step}-*", "stage2-ingredient3-step11931-tokens50B", 11931, None),
+    ("stage2-ingredient3-step{step}-*", "stage2-ingredient1-step11931-tokens50B", None, None),
+    ("checkpoint", "checkpoint-400000", 400000, None),
+    ("iter_{step}.0", "iter_0500.0", 500, None),
+    ("iter_{step}.0", "iter_0500x0", None, None),
+    ("step", "step12x", None, None),
+    ("step", "main", None, None),
 ]
 
 
 def test_a_name_gives_its_step():
-    for grammar, name, expected in NAMES:
+    for grammar, name, step, billions in NAMES:
+        expected = None if step is None else StepName(name, step, billions=billions)
         assert Grammar(grammar).parse(name) == expected, (grammar, name)
 
 
