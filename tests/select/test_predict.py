@@ -22,6 +22,12 @@ def exported(model, head, folder, tokenizer, batch, **options):
     return export(model, layer, head, folder, tokenizer=tokenizer, card=card(), batches=[batch], **options)
 
 
+def exported_gpt2(folder, layer):
+    model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(folder / "tokenizer")
+    head = head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), layer)
+    return model, exported(model, head, folder / "out", spec, token_batch(TEXTS[0]))
+
+
 @pytest.mark.parametrize(
     ("name", "pooling"), [("gpt2", "last"), ("llama", "mean"), ("bert", "cls"), ("gpt2_trunk", "last")]
 )
@@ -42,10 +48,7 @@ def test_probabilities_equal_those_of_the_probe_on_the_features_of_the_full_mode
 
 
 def test_predictions_of_a_text_do_not_depend_on_the_other_texts_and_their_order(tmp_path):
-    model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
-    probes = probes_of(features(model, [token_batch(text) for text in TEXTS]))
-    folder = exported(model, head_of(probes, 1), tmp_path / "out", spec, token_batch(TEXTS[0]))
-    classifier = load_classifier(folder, batch_size=3)
+    classifier = load_classifier(exported_gpt2(tmp_path, 1)[1], batch_size=3)
     together = classifier.probabilities(TEXTS)
     separate = torch.cat([classifier.probabilities([text]) for text in TEXTS])
     torch.testing.assert_close(together, separate, rtol=1e-4, atol=1e-6)
@@ -100,27 +103,19 @@ def test_half_precision_is_computed_in_float32(tmp_path):
 
 
 def test_inputs_of_another_kind_are_refused(tmp_path):
-    model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
-    head = head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), 1)
-    folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]))
-    classifier = load_classifier(folder)
-    for inputs, message in (
-        ("one text", "inputs: expected a list of texts, got str"),
-        ([1], "inputs: expected a list of texts, got list"),
-        (torch.zeros(2, 3), "inputs: expected a list of texts, got Tensor"),
-        (["a", ""], "the tokenizer makes no token of text 1: use another, or drop the text"),
-    ):
-        with pytest.raises(InputError, match=message):
-            classifier.predict(inputs)
-    images = vit("deit_tiny_patch16_224", **VIT).eval()
-    batch = tiny_batch("vit", batch=12)
+    of_texts = load_classifier(exported_gpt2(tmp_path, 1)[1])
+    images, batch = vit("deit_tiny_patch16_224", **VIT).eval(), tiny_batch("vit", batch=12)
     found = features(images, [{"pixel_values": row[None]} for row in batch["pixel_values"]])
     head = head_of(probes_of(found), 1, max_tokens=None)
-    classifier = load_classifier(exported(images, head, tmp_path / "images", None, batch))
-    for inputs, message in (
-        (["a text"], r"expected pixel values \(n, channels, 16, 16\), got list"),
-        (torch.zeros(3, 16, 16), r"got shape \(3, 16, 16\)"),
-        (torch.zeros(1, 3, 8, 8), r"got shape \(1, 3, 8, 8\)"),
+    of_images = load_classifier(exported(images, head, tmp_path / "images", None, batch))
+    for classifier, inputs, message in (
+        (of_texts, "one text", "inputs: expected a list of texts, got str"),
+        (of_texts, [1], "inputs: expected a list of texts, got list"),
+        (of_texts, torch.zeros(2, 3), "inputs: expected a list of texts, got Tensor"),
+        (of_texts, ["a", ""], "the tokenizer makes no token of text 1: use another, or drop the text"),
+        (of_images, ["a text"], r"expected pixel values \(n, channels, 16, 16\), got list"),
+        (of_images, torch.zeros(3, 16, 16), r"got shape \(3, 16, 16\)"),
+        (of_images, torch.zeros(1, 3, 8, 8), r"got shape \(1, 3, 8, 8\)"),
     ):
         with pytest.raises(InputError, match=message):
             classifier.predict(inputs)
@@ -132,9 +127,7 @@ class Canary:
 
 
 def test_a_probe_of_another_model_and_pickled_weights_are_refused(tmp_path):
-    model, spec = tiny("gpt2", vocab_size=270), saved_tokenizer(tmp_path / "tokenizer")
-    head = head_of(probes_of(features(model, [token_batch(text) for text in TEXTS])), 2)
-    folder = exported(model, head, tmp_path / "out", spec, token_batch(TEXTS[0]))
+    model, folder = exported_gpt2(tmp_path, 2)
     save(model, folder)
     with pytest.raises(InputError, match="its probe reads layer 2 of width 32, its model ends at layer 3 of width 32"):
         load_classifier(folder)
