@@ -144,12 +144,8 @@ def find_half(records, layer, normalization):
 def test_the_released_preset_gives_the_released_quantities(model):
     records = records_of(Representation(batches=Listed(*BATCHES), preset="released_code"), model)
     prompts = states_of_each_prompt(model, BATCHES, final_norm=True)
-    assert {r.metric for r in records} == {
-        "prompt_entropy",
-        "token_angle",
-        "dataset_entropy",
-        "dataset_entropy_of_half",
-    }
+    metrics = {"prompt_entropy", "token_angle", "dataset_entropy", "dataset_entropy_of_half"}
+    assert {r.metric for r in records} == metrics
 
     def unit(rows):
         rows = rows - rows.mean(0)
@@ -208,42 +204,29 @@ def unit(rows):
 
 
 def test_every_option_of_the_entropies_is_available_and_tagged(model, prompts):
-    options = {
-        "center": True,
-        "unit": True,
-        "clamp": True,
-        "side": "smaller",
-        "alpha": 2.0,
-        "alpha2": "frobenius",
-        "normalizations": ("logD",),
-        "drop_first": (0, 2),
-        "pooling": "last",
-        "states": "normed",
-    }
+    options = {"center": True, "unit": True, "clamp": True, "side": "smaller", "alpha": 2.0, "alpha2": "frobenius"}
+    options |= {"normalizations": ("logD",), "drop_first": (0, 2), "pooling": "last", "states": "normed"}
     records = records_of(Representation(batches=Listed(*BATCHES), **options), model)
 
     with torch.no_grad():
         prompts = [model.transformer.ln_f(torch.from_numpy(prompt)).numpy() for prompt in prompts]
 
     def value(rows):
-        rows = unit(rows - rows.mean(0))
         gram = np.maximum(rows.T @ rows if len(rows) > rows.shape[1] else rows @ rows.T, 0)
         return -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
 
     own = {"states": "normed"}
     tags = {"normalization": "logD", "alpha": 2.0, "alpha2": "frobenius", "clamp": 1, "side": "smaller", **own}
     for layer, dropped in itertools.product(LAYERS, (0, 2)):
-        expected = np.mean([value(prompt[layer][dropped:]) for prompt in prompts])
+        rows = [unit(prompt[layer][dropped:] - prompt[layer][dropped:].mean(0)) for prompt in prompts]
+        expected = np.mean([value(each) for each in rows])
         found = find(records, "prompt_entropy", layer, drop_first=dropped, **tags, center=1, unit=1).value
         assert found == pytest.approx(expected, rel=1e-9)
-        rows = [prompt[layer][dropped:] - prompt[layer][dropped:].mean(0) for prompt in prompts]
-        expected = np.mean([row_metrics(unit(each))["effective_rank"] for each in rows])
+        expected = np.mean([row_metrics(each)["effective_rank"] for each in rows])
         found = find(records, "effective_rank", layer, drop_first=dropped, center=1, unit=1, **own).value
         assert found == pytest.approx(expected, rel=1e-6)
     for layer in LAYERS:
-        pooled = np.array([prompt[layer][-1] for prompt in prompts])
-        gram = np.maximum(pooled.T @ pooled if len(pooled) > pooled.shape[1] else pooled @ pooled.T, 0)
-        expected = -math.log((gram**2).sum() / len(gram) ** 2) / math.log(32)
+        expected = value(np.array([prompt[layer][-1] for prompt in prompts]))
         found = find(records, "dataset_entropy", layer, **tags, pooling="last").value
         assert found == pytest.approx(expected, rel=1e-9)
     assert find(records, "token_curvature", 1, **own).n == 8
