@@ -28,16 +28,7 @@ from lit_layers.tasks.text_features import text_features
 from tests.support.labelled_texts import saved_bert
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
-from tests.tasks.tiny_tasks import (
-    NAMES,
-    embedding_of,
-    encoded,
-    saved_model,
-    spoil_,
-    task,
-    write,
-    write_tiny_data,
-)
+from tests.tasks.tiny_tasks import NAMES, embedding_of, encoded, saved_model, spoil_, task, write, write_tiny_data
 
 Vectors = Callable[[list[str]], np.ndarray]
 
