@@ -149,9 +149,8 @@ def test_a_dead_block_has_no_pairs_and_never_enters_a_mean(model):
 WIDE = "expected k between 1 and the dimension 32, got 33; the model is 32 wide: choose another k"
 
 
-@pytest.mark.parametrize(
-    ("analysis", "message"),
-    [
+def test_invalid_options_are_refused_before_the_measurement(model):
+    for analysis, message in (
         (Coupling(batches=Listed(), k=(33,)), WIDE),
         (CouplingMatrices(batches=Listed(), pairs=[(1, 2)], k=33), WIDE),
         (TokenCoupling(batches=Listed(), k=(33,)), WIDE),
@@ -165,11 +164,9 @@ WIDE = "expected k between 1 and the dimension 32, got 33; the model is 32 wide:
         (CouplingMatrices(batches=Listed(), pairs=[(1, 4)], k=3), r"expected pairs of blocks 1..3, got \[\[1, 4\]\]"),
         (TokenCoupling(batches=Listed(), pairs=[(1, 1), (0, 1)]), r"pairs of blocks 1..3, got \[\[1, 1\], \[0, 1\]\]"),
         (TokenCoupling(batches=Listed(), pairs=[(1, 2, 3)]), r"expected pairs of blocks 1..3, got \[\[1, 2, 3\]\]"),
-    ],
-)
-def test_invalid_options_are_refused_before_the_measurement(model, analysis, message):
-    with pytest.raises(InputError, match=f"^{analysis.name}: .*{message}"):
-        analysis.check(LayeredModel(model))
+    ):
+        with pytest.raises(InputError, match=f"^{analysis.name}: .*{message}"):
+            analysis.check(LayeredModel(model))
 
 
 @pytest.mark.soak

@@ -194,19 +194,16 @@ def test_a_variant_that_overflows_is_reported_and_does_not_affect_others():
             assert math.isfinite(found[key_of(metric, **rest)].value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_do_not_fit_the_model_are_refused(model):
+    for options, message in (
         ({"variants": ("skips",)}, "variants: there is no 'skips'; choose from baseline"),
         ({"middles": (2,)}, "middles: of 4 blocks the middle has 1, 3 blocks, got 2"),
         ({"loops": (0,)}, "loops: expected at least 1, got 0"),
         ({"custom": ("1 5",)}, r"block: expected 1\.\.4, got 5"),
         ({"custom": ("1 ()",)}, "schedule: expected numbers and groups such as .*, got '1 ..'"),
-    ],
-)
-def test_options_that_do_not_fit_the_model_are_refused(model, options, message):
-    analysis = Interventions(batches=Listed(*BATCHES), **options)
-    with pytest.raises(InputError, match=f"^interventions: {message}"):
-        analysis.check(LayeredModel(model))
+    ):
+        analysis = Interventions(batches=Listed(*BATCHES), **options)
+        with pytest.raises(InputError, match=f"^interventions: {message}"):
+            analysis.check(LayeredModel(model))
     with pytest.raises(InputError, match="^interventions: an order needs at least two blocks, the model has 1"):
         Interventions(batches=Listed()).check(LayeredModel(tiny("gpt2", n_layer=1)))

@@ -101,13 +101,10 @@ def test_too_short_held_out_prompts_are_refused(view):
         records_of(lens(Listed({"input_ids": ids[:2]}, {"input_ids": ids[2:, :3]})), view)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_that_leave_no_prompt_are_refused_before_the_measurement(view):
+    for options, sentence in (
         ({"num_prompts": 7}, "no prompt to compare on: give more than 7"),
         ({"skip_first": 40}, "no prompt to fit on: .* of more than 41 tokens"),
-    ],
-)
-def test_options_that_leave_no_prompt_are_refused_before_the_measurement(options, sentence, view):
-    with pytest.raises(InputError, match=sentence):
-        lens(**options).check(view)
+    ):
+        with pytest.raises(InputError, match=sentence):
+            lens(**options).check(view)

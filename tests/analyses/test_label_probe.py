@@ -243,9 +243,8 @@ def labelled(labels, count=6):
     return Listed({"pixel_values": torch.randn(count, 3, IMAGE, IMAGE), "labels": labels})
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
+def test_invalid_labels_are_refused_in_one_sentence(split):
+    for train, test, message in (
         (None, labelled(torch.tensor([2, 5, 7, 2, 7, 7])), "no training row has the label 7 of 3 of the 6 test"),
         (None, labelled(torch.tensor([99] * 6)), "no training row has the label 99 of 6 of the 6 test rows"),
         (labelled(torch.tensor([4] * 6)), None, r"train holds labels \[4\], and a probe needs two"),
@@ -253,12 +252,10 @@ def labelled(labels, count=6):
         (labelled(torch.tensor([[1, 2]] * 6)), None, r"got torch.int64 of shape \(6, 2\)"),
         (None, labelled(torch.tensor([2, -100] * 3)), "expected an integer label for each .* the least -100"),
         (None, Listed(tiny_batch("vit")), r"the batches of test have no labels, they hold \['pixel_values'\]"),
-    ],
-)
-def test_invalid_labels_are_refused_in_one_sentence(split, train, test, message):
-    given = analysis(train or split[0], test or split[1])
-    with pytest.raises(InputError, match=f"^label_probe: .*{message}"):
-        given.check(LayeredModel(tiny("vit")))
+    ):
+        given = analysis(train or split[0], test or split[1])
+        with pytest.raises(InputError, match=f"^label_probe: .*{message}"):
+            given.check(LayeredModel(tiny("vit")))
 
 
 def test_an_image_model_without_a_class_token_refuses_that_pooling(split):

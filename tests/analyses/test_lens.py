@@ -228,20 +228,17 @@ def test_a_text_that_ends_in_the_padding_id_is_read_at_one_token_at_all_layers(n
         assert records["logit_lens_loss", layer].value == pytest.approx(loss, rel=1e-10 if name == "gpt2" else 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "labels", "message"),
-    [
+def test_models_without_a_head_and_invalid_labels_are_refused():
+    for name, labels, message in (
         ("gpt2_trunk", None, "GPT2Model has no head to read its layers with"),
         ("vit_headless", None, "VisionTransformer has no head to read its layers with"),
         ("vit", torch.tensor([1]), r"expected integer labels of shape \(3,\), got torch.int64 of shape \(1,\)"),
         ("vit", torch.rand(3), r"expected integer labels of shape \(3,\), got torch.float32"),
         ("vit", torch.tensor([0, 7, 1]), "expected labels of 7 classes, got 7"),
-    ],
-)
-def test_models_without_a_head_and_invalid_labels_are_refused(name, labels, message):
-    batch = tiny_batch(name) | ({} if labels is None else {"labels": labels})
-    with pytest.raises(InputError, match=f"^lens: {message}"):
-        run(tiny(name), batch)
+    ):
+        batch = tiny_batch(name) | ({} if labels is None else {"labels": labels})
+        with pytest.raises(InputError, match=f"^lens: {message}"):
+            run(tiny(name), batch)
 
 
 def test_a_ratio_weights_tokens_equally_and_has_the_error_of_resampled_prompts():

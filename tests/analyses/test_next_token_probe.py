@@ -12,14 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.probes import probe_fits
-from lit_layers.analyses.probes.next_token_probe import (
-    _states,
-    class_of,
-    draw_rows,
-    duplicates,
-    most_frequent,
-    passes,
-)
+from lit_layers.analyses.probes.next_token_probe import _states, class_of, draw_rows, duplicates, most_frequent, passes
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.functional.probes.logistic import fit_watching_probes
@@ -322,9 +315,8 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
+def test_texts_without_usable_rows_are_refused_in_one_sentence(model):
+    for train, test, message in (
         ([torch.full((9,), 5)] * 4, [torch.arange(9)], "all training rows have one next token, and a probe needs two"),
         ([torch.arange(4)] * 3, [torch.arange(9)], "train has no text of over 4 tokens"),
         ([torch.arange(9)] * 3, [torch.arange(9)], "over 4 tokens beside 3 that are test texts too"),
@@ -334,8 +326,6 @@ def test_a_model_in_half_precision_is_run_in_float32(split):
             [torch.full((9,), 40)],
             "no test row has one of the . classes as its next token",
         ),
-    ],
-)
-def test_texts_without_usable_rows_are_refused_in_one_sentence(model, train, test, message):
-    with pytest.raises(InputError, match=f"^next_token_probe: .*{message}"):
-        analysis(train, test).check(LayeredModel(model))
+    ):
+        with pytest.raises(InputError, match=f"^next_token_probe: .*{message}"):
+            analysis(train, test).check(LayeredModel(model))

@@ -81,13 +81,10 @@ def test_first_tokens_are_left_out_on_request(model):
     assert found.tags["drop_first"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_unknown_variants_and_middles_are_refused(model):
+    for options, sentence in (
         ({"variants": ("skip_one",)}, "variants: expected some of middle_repeat, skip, .*, got 'skip_one'"),
         ({"middles": (2,)}, "of 6 blocks the middle has 1, 3, 5 blocks, got 2"),
-    ],
-)
-def test_unknown_variants_and_middles_are_refused(model, options, sentence):
-    with pytest.raises(InputError, match=sentence):
-        run(model, *BATCHES, **options)
+    ):
+        with pytest.raises(InputError, match=sentence):
+            run(model, *BATCHES, **options)

@@ -184,20 +184,17 @@ def test_a_model_of_two_blocks_has_no_exponential_law():
     assert {metric for metric, *_ in found} == {"prediction_residual", "adjusted", "held_out", "rank"}
 
 
-@pytest.mark.parametrize(
-    ("batches", "message"),
-    [
+def test_too_few_texts_or_positions_are_refused_in_one_sentence(model):
+    for batches, message in (
         ([tiny_batch("gpt2", batch=1, tokens=40)], "expected at least 2 texts, .*, got 1"),
         (
             [tiny_batch("gpt2", batch=3, tokens=10)],
             "27 positions are fitted exactly by states of width 32: give many times 33 positions",
         ),
         ([{"input_ids": torch.tensor([[4], [5]])}], "no text has a next token to predict"),
-    ],
-)
-def test_too_few_texts_or_positions_are_refused_in_one_sentence(model, batches, message):
-    with pytest.raises(InputError, match=f"^prediction_residual: {message}"):
-        NextTokenResidual(batches=Listed(*batches)).check(LayeredModel(model))
+    ):
+        with pytest.raises(InputError, match=f"^prediction_residual: {message}"):
+            NextTokenResidual(batches=Listed(*batches)).check(LayeredModel(model))
 
 
 def test_states_that_would_not_fit_in_memory_are_refused_before_any_forward_pass(model, monkeypatch):

@@ -121,15 +121,12 @@ def test_a_failing_variant_leaves_the_model_in_its_original_order(monkeypatch):
     assert all("forward" not in block.__dict__ for block in model.transformer.h)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_invalid_options_are_refused_before_the_measurement():
+    for options, sentence in (
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
         ({"middles": [3]}, ": of 5 blocks the middle has 2, 4 blocks, got 3"),
         ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
-    ],
-)
-def test_invalid_options_are_refused_before_the_measurement(options, sentence):
-    with pytest.raises(InputError) as refused:
-        Speed(**options).check(LayeredModel(deep()))
-    assert sentence in str(refused.value)
+    ):
+        with pytest.raises(InputError) as refused:
+            Speed(**options).check(LayeredModel(deep()))
+        assert sentence in str(refused.value)

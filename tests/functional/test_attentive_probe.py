@@ -71,16 +71,13 @@ def test_token_order_and_the_content_of_padding_do_not_matter(fitted):
     torch.testing.assert_close(one.log_proba(states, mask), other.log_proba(states, mask), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
+def test_invalid_heads_masks_and_states_are_refused():
+    for change, sentence in (
         ({"num_heads": 3}, "expected num_heads that divides the width 8, got 3"),
         ({"mask": torch.zeros(20, 6, dtype=torch.bool)}, "expected a real token for each of 20 rows"),
         ({"states": torch.full((20, 6, 8), torch.nan)}, "and finite states at all of them"),
-    ],
-)
-def test_invalid_heads_masks_and_states_are_refused(change, sentence):
-    states, mask, labels = planted(rows=20)
-    options = {"states": states, "mask": mask, "labels": labels, "num_heads": 2} | change
-    with pytest.raises(ValueError, match=sentence):
-        fit_attentive_probe(num_classes=2, steps=1, **options)
+    ):
+        states, mask, labels = planted(rows=20)
+        options = {"states": states, "mask": mask, "labels": labels, "num_heads": 2} | change
+        with pytest.raises(ValueError, match=sentence):
+            fit_attentive_probe(num_classes=2, steps=1, **options)

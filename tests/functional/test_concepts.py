@@ -131,13 +131,10 @@ def test_only_leave_one_out_is_undefined_if_the_other_deltas_cancel():
         concept_alignment(torch.zeros(3, 2), deltas)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "shapes"),
-    [
+def test_too_few_pairs_and_unequal_shapes_are_refused():
+    for first, second, shapes in (
         (torch.ones(2, 4), torch.zeros(2, 4), r"\(2, 4\) and \(2, 4\)"),
         (torch.ones(3, 4), torch.zeros(3, 5), r"\(3, 4\) and \(3, 5\)"),
-    ],
-)
-def test_too_few_pairs_and_unequal_shapes_are_refused(first, second, shapes):
-    with pytest.raises(ValueError, match=f"of one shape .*, 3 pairs or more, got {shapes}"):
-        concept_alignment(first, second)
+    ):
+        with pytest.raises(ValueError, match=f"of one shape .*, 3 pairs or more, got {shapes}"):
+            concept_alignment(first, second)

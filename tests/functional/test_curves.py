@@ -113,20 +113,17 @@ def test_the_bootstrap_does_not_change_the_global_random_state():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("values", "options", "sentence"),
-    [
+def test_too_few_rows_non_finite_values_and_unknown_statistics_are_refused():
+    for values, options, sentence in (
         (torch.ones(1), {}, r"values of at least 2 rows, got shape \(1,\)"),
         (torch.tensor([1.0, math.nan]), {}, "expected finite values of at least 2 rows"),
         (torch.ones(3), {"statistic": "mode"}, "expected statistic to be one of 'mean', 'median', got 'mode'"),
-    ],
-)
-def test_too_few_rows_non_finite_values_and_unknown_statistics_are_refused(values, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        bootstrap_interval(values, **options)
-    if not options:
-        with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
-            resampled_curves(values[None])
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            bootstrap_interval(values, **options)
+        if not options:
+            with pytest.raises(ValueError, match="expected finite values of at least 2 rows"):
+                resampled_curves(values[None])
 
 
 # ---------------------------------------------------------------------------------------- Wilson
@@ -221,9 +218,8 @@ def test_choices_agree_with_the_rules_written_out():
                     assert choose_layer(moved, rule=rule, tolerance=3 * tolerance) == expected
 
 
-@pytest.mark.parametrize(
-    ("scores", "options", "sentence"),
-    [
+def test_invalid_scores_rules_and_tolerances_are_refused():
+    for scores, options, sentence in (
         ([], {"rule": "best"}, r"scores of 1 layers or more, got \[\]"),
         ([0.1, math.nan], {"rule": "best"}, "expected finite scores"),
         ([0.1, 0.2], {"rule": "first"}, "expected rule to be one of 'within_tolerance', .*, got 'first'"),
@@ -231,11 +227,9 @@ def test_choices_agree_with_the_rules_written_out():
         ([0.1, 0.2], {"rule": "fraction_of_last", "tolerance": 1.0}, "a tolerance below 1, got .*tolerance=1.0"),
         ([0.1, -0.2], {"rule": "fraction_of_last"}, "expects positive scores .* a last score of -0.2"),
         ([0.1, 0.2], {"rule": "fraction_of_last", "higher_is_better": False}, "got higher_is_better=False"),
-    ],
-)
-def test_invalid_scores_rules_and_tolerances_are_refused(scores, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        choose_layer(scores, **options)
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            choose_layer(scores, **options)
 
 
 # ---------------------------------------------------------------------------------------- inflections

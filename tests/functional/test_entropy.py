@@ -259,17 +259,14 @@ def test_normalizing_by_the_logarithm_of_one_is_undefined():
     assert matrix_entropy(normal(1, 4), normalization="logD").item() == pytest.approx(0, abs=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
+def test_options_out_of_range_are_refused():
+    for options, sentence in (
         ({"side": "columns"}, "expected side to be one of 'rows', 'smaller', got 'columns'"),
         ({"alpha2": "fast"}, "expected alpha2 to be one of"),
         ({"drop_first": -1}, "expected drop_first of at least 0, got -1"),
-    ],
-)
-def test_options_out_of_range_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        matrix_entropy(normal(4, 3), **options)
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            matrix_entropy(normal(4, 3), **options)
 
 
 def falling(num, tokens, dim, least, seed=0):

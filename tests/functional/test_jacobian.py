@@ -176,17 +176,14 @@ def test_the_jacobian_of_a_constant_block_is_minus_the_identity(hidden):
     assert torch.equal(found, -torch.eye(6, dtype=torch.float64).expand(2, 6, 6))
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
+def test_wrong_options_are_refused_in_one_sentence(block, hidden):
+    for options, kind, message in (
         ({"out_tokens": 5}, ValueError, "expected out_tokens among real tokens, got 5 for prompt 0 of 5 tokens"),
         ({"in_tokens": -4, "mask": torch.ones(2, 5).tril(2)}, ValueError, "got -4 for prompt 0 of 3 tokens"),
         ({"mask": torch.tensor([[1] * 5, [0] * 5])}, ValueError, "got -1 for prompt 1 of 0 tokens"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_sentence(block, hidden, options, kind, message):
-    with pytest.raises(kind, match=message):
-        block_jacobian(block, hidden, **options)
+    ):
+        with pytest.raises(kind, match=message):
+            block_jacobian(block, hidden, **options)
 
 
 def test_wrong_states_and_blocks_are_refused_in_one_sentence(block, hidden):

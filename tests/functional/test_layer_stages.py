@@ -88,16 +88,13 @@ def test_the_diagonal_and_a_common_constant_do_not_matter():
     assert layer_stages(3 * matrix).contrast == pytest.approx(3 * found.contrast, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("matrix", "message"),
-    [
+def test_too_small_and_non_finite_matrices_are_refused():
+    for matrix, message in (
         (torch.ones(1, 1), "of at least 2 layers"),
         (torch.full((3, 3), torch.nan), "expected finite similarities"),
-    ],
-)
-def test_too_small_and_non_finite_matrices_are_refused(matrix, message):
-    with pytest.raises(ValueError, match=message):
-        layer_stages(matrix)
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer_stages(matrix)
 
 
 # ---------------------------------------------------------------------------------------- linear_cka_matrix

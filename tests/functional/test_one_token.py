@@ -191,9 +191,8 @@ class Averaging(Attending):
         return output + output.mean(1, keepdim=True) ** 2
 
 
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
+def test_an_unsupported_block_falls_back_with_one_warning_and_is_exact(monkeypatch):
+    for block, reason in (
         (Attending(twice), "it attends more than once"),
         (Attending(merged_heads), "its attention has no heads"),
         (Attending(einsum_attention), "no attention of a known kind"),
@@ -202,20 +201,18 @@ class Averaging(Attending):
         (Averaging(fused()), "it differs from the block's own derivative by"),
         (nn.Sequential(nn.Linear(8, 8)), "no attention of a known kind"),
         (Unmapped(None), "its attention is fed otherwise than by linear"),
-    ],
-)
-def test_an_unsupported_block_falls_back_with_one_warning_and_is_exact(block, reason, monkeypatch):
-    monkeypatch.setattr(block_jacobians, "_warned", set())
-    block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
-    expected = block_jacobian(block, hidden, route="plain")
-    with pytest.raises(ValueError, match=f"no route 'cut' for .*: .*{reason}"):
-        block_jacobian(block, hidden, route="cut")
-    with pytest.warns(RuntimeWarning, match=f"by plain reverse mode, exactly but slowly: .*{reason}"):
-        found = block_jacobian(block, hidden)
-    assert torch.equal(found, expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torch.equal(block_jacobian(block, hidden), expected)
+    ):
+        monkeypatch.setattr(block_jacobians, "_warned", set())
+        block, hidden = block.double(), torch.randn(2, 5, 8, dtype=torch.float64)
+        expected = block_jacobian(block, hidden, route="plain")
+        with pytest.raises(ValueError, match=f"no route 'cut' for .*: .*{reason}"):
+            block_jacobian(block, hidden, route="cut")
+        with pytest.warns(RuntimeWarning, match=f"by plain reverse mode, exactly but slowly: .*{reason}"):
+            found = block_jacobian(block, hidden)
+        assert torch.equal(found, expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(block_jacobian(block, hidden), expected)
 
 
 def test_the_check_runs_once_for_each_set_of_weights_and_layout_of_inputs(monkeypatch):

@@ -137,9 +137,8 @@ def test_several_labellings_at_once_equal_separate_fits():
 EQUAL = "expected scored token ids that are not all equal"
 
 
-@pytest.mark.parametrize(
-    ("features", "ids", "options", "sentence"),
-    [
+def test_invalid_rows_ids_and_options_are_refused():
+    for features, ids, options, sentence in (
         (torch.ones(5, 3), torch.arange(4), {}, "a token id for each of 3 rows or more, got 4 for 5"),
         (torch.ones(2, 3), torch.arange(2), {}, "a token id for each of 3 rows or more, got 2 for 2"),
         (normal(5, 3), torch.full((5,), 9), {}, "token ids that are not all equal: their variance is 0"),
@@ -147,8 +146,6 @@ EQUAL = "expected scored token ids that are not all equal"
         (torch.full((5, 3), torch.nan), torch.arange(5), {"normalize": "none"}, "expected rows that are fin"),
         (normal(5, 3), torch.arange(5), {"normalize": "unit"}, "normalize to be one of 'layer_norm', 'rms"),
         (normal(5, 3), torch.arange(5), {"split": torch.ones(5) > 0}, EQUAL),
-    ],
-)
-def test_invalid_rows_ids_and_options_are_refused(features, ids, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        prediction_residual(features, ids, **options)
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            prediction_residual(features, ids, **options)

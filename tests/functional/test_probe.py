@@ -171,24 +171,18 @@ def test_half_precision_is_widened_and_no_gradient_reaches_the_features():
     torch.testing.assert_close(probes.log_proba(rounded), expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.nan)},
-            "got others at layer 1",
-        ),
+def test_wrong_input_is_refused_in_one_sentence():
+    for change, message in (
+        ({"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.nan)}, "got others at layer 1"),
         ({"labels": torch.tensor([0, 1])}, r"a label for each of 4 rows, got shape \(2,\)"),
         ({"labels": torch.tensor([0, 1, -1, 0])}, r"2 classes or more in 0\.\.1, got \[-1, 0, 1\]"),
         ({"num_classes": 2, "labels": torch.tensor([0, 1, 2, 0])}, r"2 classes or more in 0\.\.1, got \[0, 1, 2\]"),
         ({"labels": torch.tensor([3, 3, 3, 3])}, r"2 classes or more in 0\.\.3, got \[3\]"),
         ({"c": 0.0}, "expected c above 0, got 0.0"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_sentence(change, message):
-    given = {"features": torch.randn(2, 4, 3), "labels": torch.tensor([0, 1, 0, 1])} | change
-    with pytest.raises(ValueError, match=message):
-        fit_logistic_probes(**given)
+    ):
+        given = {"features": torch.randn(2, 4, 3), "labels": torch.tensor([0, 1, 0, 1])} | change
+        with pytest.raises(ValueError, match=message):
+            fit_logistic_probes(**given)
 
 
 def test_probes_refuse_features_of_other_layers_or_width():

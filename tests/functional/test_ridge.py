@@ -125,21 +125,15 @@ def test_half_precision_is_widened_and_features_are_not_changed():
     assert not probes.weight.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.inf)},
-            "got others at layer 1",
-        ),
+def test_wrong_input_is_refused_in_one_sentence():
+    for change, message in (
+        ({"features": torch.ones(2, 4, 3).index_fill(0, torch.tensor(1), torch.inf)}, "got others at layer 1"),
         ({"targets": torch.ones(3)}, r"a finite target for each of 4 rows, got shape \(3,\)"),
         ({"targets": torch.tensor([0, 1, torch.nan, 0])}, "a finite target for each of 4 rows"),
         ({"penalty": -1.0}, "penalty of at least 0, got -1"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_sentence(change, message):
-    with pytest.raises(ValueError, match=message):
-        fit_ridge_probes(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit_ridge_probes(**({"features": torch.randn(2, 4, 3), "targets": torch.randn(4)} | change))
 
 
 def leave_one_out_errors(features, targets, penalties):

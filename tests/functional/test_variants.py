@@ -86,15 +86,12 @@ def test_the_same_order_written_twice_is_one_variant():
     assert [v.schedule for v in found] == [(1, 2, 3, 4), (1, 2), (2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unknown_names_middles_loops_and_blocks_are_refused():
+    for options, message in (
         ({"names": ["skips"]}, "^variants: there is no 'skips'; choose from baseline, middle_repeat"),
         ({"middles": [3, 4]}, "^middles: of 6 blocks the middle has 1, 3, 5 blocks, got 4"),
         ({"loops": (0, 2)}, "^loops: expected at least 1, got 0"),
         ({"custom": ["1 7"]}, r"^block: expected 1\.\.6, got 7"),
-    ],
-)
-def test_unknown_names_middles_loops_and_blocks_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        variants(**({"num_blocks": 6} | options))
+    ):
+        with pytest.raises(ValueError, match=message):
+            variants(**({"num_blocks": 6} | options))

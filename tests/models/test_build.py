@@ -17,14 +17,8 @@ from tests.support.rounding import assert_rounded
 from tests.support.tiny_models import tiny, tiny_batch
 
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-PLAIN = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+PLAIN = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+PLAIN |= {"intermediate_size": 64, "max_position_embeddings": 64}
 KINDS = {"gpt2": GPT2, "llama": PLAIN}
 VIT = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 16, "patch_size": 4, "num_classes": 5}
 
@@ -63,9 +57,8 @@ def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
     assert causal_lm("llama", **PLAIN).config.eos_token_id == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_impossible_models_are_refused_in_one_sentence():
+    for arguments, message in (
         ({"name": "gpt2", "n_layers": 2}, "'n_layers' is no option of gpt2; did you mean n_layer or num_hidden_layers"),
         ({"name": "gpt2", "model_type": "bert"}, "'model_type' is no option of gpt2"),
         ({"name": "gpt2", "n_embd": 30}, "cannot build gpt2 with {'n_embd': 30}: .*divisible"),
@@ -73,12 +66,10 @@ def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
         ({"name": "gpt2", "vocab_size": -1}, "cannot build gpt2 with {'vocab_size': -1}"),
         ({"name": "gpt3"}, "expected a model type or a folder with a config.json, got 'gpt3'; did you mean .*gpt2"),
         ({"name": "gpt2", "attention_implementation": "fast", **GPT2}, "cannot build gpt2 .*fast"),
-    ],
-)
-def test_impossible_models_are_refused_in_one_sentence(arguments, message):
-    with pytest.raises(InputError, match=message) as refusal:
-        causal_lm(**arguments)
-    assert "\n" not in str(refusal.value)
+    ):
+        with pytest.raises(InputError, match=message) as refusal:
+            causal_lm(**arguments)
+        assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", KINDS)

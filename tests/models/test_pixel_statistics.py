@@ -45,21 +45,18 @@ def test_pixel_statistics_are_unknown_without_a_file(tmp_path):
         assert pixel_statistics(load(tmp_path)) is None, settings
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_pixel_statistics_are_for_pixels_in_0_to_1_for_every_scaling():
+    """By hand: a pixel of 255 becomes (1 - 0.5) / 0.25 = 2, one of 0 becomes -2."""
+    for settings in (
         {"image_mean": 0.5, "image_std": 0.25},
         {"do_rescale": True, "rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3, "image_std": [0.5] * 3},
         {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [63.75] * 3},
-    ],
-)
-def test_pixel_statistics_are_for_pixels_in_0_to_1_for_every_scaling(settings):
-    """By hand: a pixel of 255 becomes (1 - 0.5) / 0.25 = 2, one of 0 becomes -2."""
-    model = tiny("picture_vit")
-    keep_preprocessor_(model, settings)
-    mean, std = pixel_statistics(model)
-    assert mean == pytest.approx([0.5] * 3)
-    assert std == pytest.approx([0.25] * 3)
+    ):
+        model = tiny("picture_vit")
+        keep_preprocessor_(model, settings)
+        mean, std = pixel_statistics(model)
+        assert mean == pytest.approx([0.5] * 3)
+        assert std == pytest.approx([0.25] * 3)
 
 
 def test_pixels_without_normalization_have_mean_0_and_deviation_1():

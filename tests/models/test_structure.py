@@ -452,23 +452,18 @@ def test_one_number_per_token_is_not_a_prediction_of_the_text(padding):
             records_of(analysis(batches=Listed(batch)), view)
 
 
-@pytest.mark.parametrize(
-    ("kind", "model_type"), [("CLIPTextModelWithProjection", "clip"), ("AltCLIPTextModel", "altclip")]
-)
-def test_projected_states_are_not_class_scores(kind, model_type):
-    view = LayeredModel(tiny_model(kind, model_type))
-    with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
-        records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view)
+def test_projected_states_are_not_class_scores():
+    for kind, model_type in [("CLIPTextModelWithProjection", "clip"), ("AltCLIPTextModel", "altclip")]:
+        view = LayeredModel(tiny_model(kind, model_type))
+        with pytest.raises(InputError, match=f"lens: {kind} has no head to read its layers with"):
+            records_of(Lens(batches=Listed({"input_ids": texts()["input_ids"]})), view)
 
 
-@pytest.mark.parametrize(
-    ("kind", "model_type", "reason"),
-    [
+def test_a_missing_output_or_config_field_is_named():
+    for kind, model_type, reason in (
         ("DPRQuestionEncoder", "dpr", "neither logits nor last_hidden_state, but pooler_output: open the model inside"),
         ("GPT2ForQuestionAnswering", "gpt2", "neither logits nor last_hidden_state, but start_logits, end_logits"),
         ("CanineModel", "canine", "its config says no vocab_size"),
-    ],
-)
-def test_a_missing_output_or_config_field_is_named(kind, model_type, reason):
-    with pytest.raises(InputError, match=f"^no layered view of {kind}: .*{reason}"):
-        LayeredModel(tiny_model(kind, model_type))
+    ):
+        with pytest.raises(InputError, match=f"^no layered view of {kind}: .*{reason}"):
+            LayeredModel(tiny_model(kind, model_type))
