@@ -202,14 +202,3 @@ def test_two_followers_share_a_folder_whose_checkpoints_come_and_go(tmp_path, ca
     assert measure_shard(1) == [step for step in (2, 4, 6, 8) if step not in first]
     assert measure_shard(0) == []
     assert len(records.read(place / "measurements.jsonl")) == 4
-
-
-def test_mistakes_are_refused_in_one_sentence(tmp_path, capsys):
-    for words, sentence in (
-        (["{}/nowhere"], "follow: expected a folder, without --steps and --plan, got"),
-        (["{}", "--steps", "all"], "follow: expected a folder, without --steps and --plan"),
-        (["{}", "--patience", "-1"], "patience: expected"),
-        (["{}", "--metrics", "banana"], "metrics: unknown name 'banana'"),
-    ):
-        assert main(["analyze", "--follow", *(word.format(tmp_path) for word in words)]) == 2
-        assert sentence in capsys.readouterr().err

@@ -206,8 +206,6 @@ def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
     for index in range(2):
         analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=f"{index}/2")
     assert sorted(m.step for m in lines(tmp_path / "out")) == [0, 2, 4]
-    with pytest.raises(InputError, match="i from 0 to n - 1, such as 0/4, got '2/2'"):
-        analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard="2/2")
 
 
 def test_a_series_of_the_hub_is_measured_interrupted_and_continued(tmp_path, monkeypatch):

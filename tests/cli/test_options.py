@@ -98,13 +98,6 @@ def test_a_tilde_that_the_shell_does_not_expand_is_expanded(tmp_path: Path, monk
     assert Recipe(function_of("report"), ["run", "--root=~/page.html"]).read().root == tmp_path / "page.html"
 
 
-def test_a_task_file_that_a_recipe_names_is_refused(tmp_path: Path, capsys):
-    itself = tmp_path / "evil.yaml"
-    itself.write_text(f"tasks: [{itself}]")
-    assert main(["intervene", "m", "--config", str(itself)]) == 2
-    assert "tasks: a recipe names no task file, which is code" in capsys.readouterr().err
-
-
 def test_a_separator_is_read_as_text_and_not_as_yaml():
     words = ["--source", "x", "--tokenizer", "y", "--root", "z"]
     for separator in ("---", "~", "Null", ""):

@@ -37,7 +37,6 @@ OWN = "--text title --label mood"
 ROWS = "--corpus corpus.jsonl --num_sequences 2 --num_tokens 10"
 SEEN = "--corpus arrays --data.num_validation_images 8 --analyses []"
 STEPS = "--series StepFolders --series.root trained"
-CALLBACKS = "--trainer.callbacks+=lightning.pytorch.callbacks"
 
 # `intervene nothing` makes lm-eval read all its tasks, which takes ten seconds. The others read a recipe per row, which
 # takes half a second.
@@ -76,6 +75,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("vit", "analyses: vit is a model of images: name what to measure"),
         ("vits --metrics lens", "analyses: vits is a model of images: name what to measure"),
         ("trained --follow --patience=-1", "patience: expected"),
+        ("nowhere --follow --patience 0", "follow: expected a folder, without --steps and --plan, got"),
+        ("trained --follow --patience 0 --steps all", "follow: expected a folder, without --steps and --plan"),
+        ("trained --follow --patience 0 --metrics banana", "metrics: unknown name 'banana'"),
         ("trained --steps 0,9", "steps: trained has no step 9"),
         ("trained --shard 4/4", "i from 0 to n - 1, such as 0/4, got '4/4'"),
         ("trained --revision step0", "revision: is for one model"),
@@ -100,10 +102,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("x --config '<gramar: step>'", "unknown key gramar in the recipe; did you mean grammar?"),
         ("x --config '<kk: 3>'", "unknown key kk in the recipe; see `lit-layers audit --help`"),
         ("x --config '<grammar: ${nothing}>'", "config: Interpolation key 'nothing' not found full_key: grammar"),
-        (
-            "x --config '<grammar: ${oc.env:WANDB_API_KEY}>'",
-            "config: InputError raised while resolving interpolation: a recipe reads no variable that may hold a se",
-        ),
+        ("x --config '<grammar: ${oc.env:WANDB_API_KEY}>'", "a recipe reads no variable that may hold a secret"),
         ("x --config '<- series>'", "expected a recipe of KEY: VALUE lines, got - series"),
         ("x --config '<series: [>'", "Problems parsing config"),
     ],
@@ -160,19 +159,13 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--config '<trainer: {max_step: 3}>'", "unknown key trainer.max_step in the recipe; did you mean trainer.max"),
         ("--config utf16.yaml", "config: 'utf-8' codec can't decode byte"),
         ("--config '<model: {class_path: LitCausalML}>'", "string: LitCausalML; did you mean LitCausalLM?"),
-        (
-            f"--config '<model: {{{TEXT_MODEL}, init_args: {{nonsense: 3}}}}>'",
-            "model: unknown key nonsense in the recipe; the keys are arch",
-        ),
+        (f"--config '<model: {{{TEXT_MODEL}, init_args: {{nonsense: 3}}}}>'", "model: unknown key nonsense in the"),
     ],
     "fit": [
         ("--config fit.yaml --trainer.max_step 3", "unknown option --trainer.max_step; did you mean --trainer.max_st"),
         ("--config fit.yaml --root trained", "already holds a run with checkpoints up to step 3"),
         ("quickstart/gtp2", "no recipe 'quickstart/gtp2', neither a file nor one that comes with the package; did"),
-        (
-            f"--root out --config '<data: {{{TEXT_DATA}, init_args: {{corpus: python}}}}>'",
-            "data: missing: tokenizer; give it in the recipe or",
-        ),
+        (f"--root out --config '<data: {{{TEXT_DATA}, init_args: {{corpus: python}}}}>'", "data: missing: tokenizer"),
     ],
     "fit --config plain.yaml --root NEW": [
         ("--optimizer=SGD --optimizer.beta=1", "optimizer: unknown key beta"),
@@ -183,12 +176,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--ckpt_path=weights.ckpt", "holds weights only: begin with them, by --model.init_from"),
         ("--ckpt_path=evil.ckpt", "loading them would run code"),
         ("--ckpt_path=/nowhere.ckpt", "/nowhere.ckpt cannot be read"),
-        (
-            f"{CALLBACKS}.StochasticWeightAveraging --trainer.callbacks.swa_lrs=0.1",
-            "callbacks.StochasticWeightAveraging: expected none",
-        ),
-        ("--trainer.max_epochs=2", "trainer.max_epochs: expected none without"),
-        ("--trainer.overfit_batches=2", "trainer.overfit_batches: expected 0"),
     ],
     "fit --config fit.yaml --root trained": [
         ("--config '<if_exists: overwrite>'", "--resume last or --if_exists overwrite"),  # only the user may do this
@@ -207,7 +194,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--model.config.embed_dims 16", "embed_dims"),
         ("--model.config.num_heads 3", "cannot build vit_tiny_patch16_224"),
         ("--model.config.num_classes 3", "model.config.num_classes: the module or the data says it"),
+        ("--model.mixup -1", "model.mixup: expected at least 0, got -1"),
+        ("--model.label_smoothing 1.0", "model.label_smoothing: expected less than 1"),
         ("--data.erasing 2", "data.erasing: expected at most 1, got 2"),
+        ("--data.global_batch_size 0", "data.global_batch_size: expected at least 1, got 0"),
+        ("--data.num_repeats 0", "data.num_repeats: expected at least 1, got 0"),
+        ("--data.num_validation_images 0", "data.num_validation_images: expected at least 1, got 0"),
         ("--data.rand_augment strong", "data.rand_augment: timm does not know"),
         ("--analyses.init_args.batches.num_images 356", "356"),
         ("--corpus animals --data.normalisation half --data.image_size 16", "class 'emu' is not in both train and val"),
@@ -243,7 +235,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("vit --images digits --num_images 9999", "'digits' has 355 images in its test split, and num_images is 9999"),
         ("vit --images digits --image_size 16", "expected an image_size of 8, which the model takes, got images of 16"),
         ("model --speed --num_tokens 33", "num_tokens: the model takes at most 32 tokens, got 33"),
-        ("model --config '<tasks: [evil.yaml]>'", "tasks: a recipe names no task file, which is code, got evil.yaml"),
+        ("model --config '<tasks: [glue.yaml]>'", "tasks: a recipe names no task file, which is code, got glue.yaml"),
     ],
     "intervene nothing": [("--tasks rows.csv", "rows.csv")],
     "mteb": [

@@ -30,7 +30,7 @@ from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import StepSampler, StepSeed
 from tests.support.random_text import RandomText
 from tests.support.series_hub import make_series, make_step, served, template
-from tests.support.tiny_training import CONTEXT, RandomTokens, fit, module
+from tests.support.tiny_training import RandomTokens, fit, module
 
 PER_STEP = RandomTokens.tokens_per_step
 
@@ -56,14 +56,10 @@ def train_on(root: Path, start: str, steps: int, *, resume: bool = False, **opti
         lit.start, point = begun, resume_point(root, "last")
         assert point is not None
         state = point.state
-    callbacks = [
-        RunFolder(root, config="", options={"steps": schedule}, mirror=None, resume=resume),
-        StepSeed(0),
-        log := RunLog(root, resume=resume),
-        SeriesCheckpoint(schedule, root),
-        EmergenceCallback([Trajectory(batches=RandomText())], schedule, root, watchers=[log]),
-        ResumeCheckpoint(root, every=None),
-    ]
+    log, first = RunLog(root, resume=resume), {"config": "", "options": {"steps": schedule}, "mirror": None}
+    watch = EmergenceCallback([Trajectory(batches=RandomText())], schedule, root, watchers=[log])
+    callbacks = [RunFolder(root, **first, resume=resume), StepSeed(0), log, SeriesCheckpoint(schedule, root), watch]
+    callbacks.append(ResumeCheckpoint(root, every=None))
     fit(root, callbacks, steps=steps, module=lit, log_every_n_steps=1, resume_from=state)
 
 
@@ -183,12 +179,6 @@ def test_half_precision_weights_are_trained_in_float32(earlier, tmp_path):
     assert first["weights_hash"] == weights_hash(load(half))  # `analyze` has the same hash
     assert {tensor.dtype for tensor in load(step_folder(root, 1), dtype=torch.float32).parameters()} == {torch.float32}
     assert json.loads((step_folder(root, 1) / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_a_longer_context_than_that_of_the_model_is_refused(earlier, tmp_path, monkeypatch):
-    monkeypatch.setattr(RandomTokens, "num_tokens", CONTEXT + 1)
-    with pytest.raises(InputError, match=f"data.num_tokens: expected at most {CONTEXT}"):
-        fit(tmp_path, [], steps=1, module=LitCausalLM(init_from=str(step_folder(earlier, 2))))
 
 
 def test_text_of_another_tokenizer_is_refused(tmp_path):

@@ -106,7 +106,6 @@ WRONG = (
     (TaskFinetuningRecipe, {"task": "c", "min_lr_ratio": 2}, "recipe: min_lr_ratio: expected at most 1, got 2"),
     *((TaskFinetuningRecipe, {"task": name}, NO_NAME) for name in ("mine.yaml", "../arc", "rows.jsonl", "")),
     (TaskFinetuningRecipe, [1], "Input should be an object, got [1]"),
-    (GlueRecipe, {"tasks": ["mnli"]}, "task: there is no 'mnli'; did you mean wnli or qnli"),
     (GlueRecipe, {"max_steps": 0}, "recipe: max_steps: expected at least 1, got 0"),
     (GlueRecipe, {"frozen_learning_rate": 0}, "recipe: frozen_learning_rate: expected more than 0, got 0"),
 )
@@ -152,14 +151,9 @@ def test_wrong_options_are_refused_before_training(home, tmp_path):
     cases = [
         (finetuning(home, tmp_path, middles=(1,)), gpt2, "middles: of 3 blocks the middle has 2 blocks, got 1"),
         (finetuning(home, tmp_path, custom=("1 4",)), gpt2, "block: expected 1..3, got 4"),
-        (finetuning(home, tmp_path, {"num_tokens": 33}), gpt2, "num_tokens: GPT2LMHeadModel takes at most 32 tokens"),
         (finetuning(home, tmp_path, folder=tmp_path), gpt2, "folder: expected a file tasks.yaml in"),
-        (finetuning(home, tmp_path, {"precision": "x"}), gpt2, "recipe: precision: Precision 'x' is invalid"),
-        (finetuning(home, tmp_path), bert, "expected a causal language model, .*, got BertForMaskedLM"),
         (glue(home, tmp_path, variants=("skipped",)), bert, "variants: there is no 'skipped'"),
-        (glue(home, tmp_path), gpt2, r"glue: expected an encoder \(bert, .*\), got GPT2LMHeadModel"),
         (glue(home, tmp_path), LayeredModel(tiny("vit")), "glue: expected an encoder .*, got VisionTransformer"),
-        (glue(home, tmp_path, {"num_tokens": 33}), bert, "num_tokens: BertForMaskedLM takes at most 32 tokens, got 33"),
         (glue(home, tmp_path, {"precision": "x"}), bert, "recipe: precision: Precision 'x' is invalid"),
         (glue(home, tmp_path, folder=tmp_path), bert, "folder: expected a file tasks.yaml in"),
         (replace(glue(home, tmp_path), tokenizer="nowhere.json"), bert, "no tokenizer 'nowhere.json'"),
