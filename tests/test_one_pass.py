@@ -132,13 +132,8 @@ def test_the_mechanism_analyses_take_one_pass_and_the_weights_of_attention():
         note_calls(block.mlp, lambda _: calls.update(["mlp"]))
     assert LayeredModel(model).predicts_next_token  # found out by a pass, once for a model
     calls.clear()
-    of_texts = [
-        AttentionPatterns(batches=data),
-        StateGeometry(batches=data),
-        PooledStates(batches=data),
-        InContext(batches=data, early=2, late=16),
-        NgramAgreement(batches=data, corpus=data, num_tokens=2),
-    ]
+    of_texts = [kind(batches=data) for kind in (AttentionPatterns, StateGeometry, PooledStates)]
+    of_texts += [InContext(batches=data, early=2, late=16), NgramAgreement(batches=data, corpus=data, num_tokens=2)]
     found = together(model, of_texts)
     assert {name: each.error for name, each in found.items()} == dict.fromkeys(found)
     assert calls == {"attention": 2 * 2 * LAYERS, "mlp": 2 * LAYERS}, "of two batches"
@@ -233,6 +228,10 @@ def draw(seen, batch):
     torch.rand(7)
 
 
+def written(found) -> dict[str, str]:
+    return {name: repr(each.records) for name, each in found.items()}
+
+
 def test_a_failing_or_writing_analysis_does_not_affect_the_others():
     model, batch = tiny("gpt2"), texts()
     before, plain = weights_hash(model), cut(batch, 4, 4)
@@ -245,9 +244,7 @@ def test_a_failing_or_writing_analysis_does_not_affect_the_others():
     for order in (analyses, analyses[::-1]):
         found = together(model, order)
         assert found["fail"].error == "RuntimeError: here"
-        assert {name: repr(each.records) for name, each in found.items()} == {
-            name: repr(each.records) for name, each in alone.items()
-        }
+        assert written(found) == written(alone)
     assert alone["hook"].records != alone["draw"].records
     assert weights_hash(model) == before
 
@@ -261,9 +258,7 @@ def test_a_half_precision_model_changed_by_one_analysis_is_restored_for_the_othe
     for order in ([spoiling, *others], [*others, spoiling]):
         found = together(LayeredModel(model), order)
         assert "must not write to the model; it also failed with RuntimeError: here" in found.pop("spoil").error
-        assert {name: repr(each.records) for name, each in found.items()} == {
-            name: repr(each.records) for name, each in alone.items()
-        }
+        assert written(found) == written(alone)
 
 
 def test_extra_fields_of_a_batch_do_not_matter_to_the_pass():
@@ -282,11 +277,7 @@ def test_the_seconds_of_a_shared_pass_are_divided_and_sum_to_its_duration(monkey
 
     model.transformer.h[0].attn.register_forward_hook(takes_a_tenth)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])  # other processes take no time
-    analyses = [
-        Trajectory(batches=cut(batch, 4, 4)),
-        Representation(batches=cut(batch, 4, 4)),
-        Lens(batches=cut(batch, 4, 4)),
-    ]
+    analyses = several(batch)[:3]
     together(model, analyses)  # the first call computes what is cached
     now[0] = 0.0
     seconds = [each.seconds for each in together(model, analyses).values()]

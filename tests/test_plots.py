@@ -151,16 +151,10 @@ def test_a_figure_refuses_missing_data_and_lists_what_is_available() -> None:
     one, cells = table(*layered((1,))), {(0, 0): 9.0, (0, 100): 1.0}
     two = pd.concat([one, table(*layered((1,)), analysis="b")])
     of_tokens = table((1, matrix(1, "m", "token", "other_token", cells, layer=2)))
-    of_models, coupling = models(a=2, b=4), analysis_frame("coupling")
+    of_models, of_k, coupling = models(a=2, b=4), table(*layered((1,), k=4)), analysis_frame("coupling")
     for draw, frame, metric, options, sentence in (
         (plots.emergence_curves, one, "n", {}, "no rows of metric 'n' that have a step; metrics in this table: m$"),
-        (
-            plots.emergence_curves,
-            table(*layered((1,), k=4)),
-            "m",
-            {"tags": {"k": 9}},
-            "no rows of metric 'm' with k = 9",
-        ),
+        (plots.emergence_curves, of_k, "m", {"tags": {"k": 9}}, "no rows of metric 'm' with k = 9"),
         (plots.emergence_curves, two, "m", {}, "more than one analysis: a, b; choose one"),
         (plots.emergence_curves, of_tokens, "m", {}, "'m' has values for pairs of layers or of tokens only"),
         (plots.layer_profile, of_models, "whole", {}, "no values per layer"),

@@ -16,16 +16,10 @@ from lit_layers.records import Measurement, Record, ScalarLog
 
 
 def make(step: int | None = 0, *values: float, analysis: str = "a", error: str | None = None, **tags) -> Measurement:
-    return Measurement(
-        run="r",
-        step=step,
-        tokens=None if step is None else step * 10,
-        analysis=analysis,
-        records=[Record(metric="m", value=value, layer=layer, tags=tags) for layer, value in enumerate(values)],
-        seconds=1.5,
-        error=error,
-        provenance={"config_hash": "c", "weights_hash": f"w{step}"},
-    )
+    found = [Record(metric="m", value=value, layer=layer, tags=tags) for layer, value in enumerate(values)]
+    about = {"tokens": None if step is None else step * 10, "seconds": 1.5, "analysis": analysis, "error": error}
+    provenance = {"config_hash": "c", "weights_hash": f"w{step}"}
+    return Measurement(run="r", step=step, records=found, provenance=provenance, **about)  # type: ignore[arg-type]
 
 
 def test_appended_measurements_are_read_back_equal_including_nan_and_infinity(tmp_path: Path) -> None:

@@ -87,10 +87,7 @@ def test_a_living_training_is_detected_and_shards_of_one_count_measure_next_to_i
         assert is_training(tmp_path)
         assert not is_refused(tmp_path, part="measuring")
         assert is_refused(tmp_path)
-        with (
-            writing(tmp_path, part="measuring", shard=(0, 2)),
-            writing(tmp_path, part="measuring", shard=(1, 2)),
-        ):
+        with writing(tmp_path, part="measuring", shard=(0, 2)), writing(tmp_path, part="measuring", shard=(1, 2)):
             assert all(is_refused(tmp_path, part="measuring", shard=other) for other in ((1, 2), (1, 3), (0, 1)))
     assert not is_training(tmp_path)
     with writing(tmp_path, part="measuring", shard=(0, 2)):

@@ -17,29 +17,15 @@ TEXT = {
     "class_path": "lit_layers.data.EvalText",
     "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}", "num_sequences": 4, "num_tokens": 16},
 }
+MODEL = {"config": {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 16}, "lr": 0.01, "warmup_steps": 1}
+DATA = {"corpus": "${corpus}", "tokenizer": "${tokenizer}", "num_tokens": 16, "global_batch_size": 4}
 RECIPE = {
     "corpus": "CORPUS",
     "tokenizer": "bpe:300",
     "steps": {"every": 2},
     "trainer": {"max_steps": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "val_check_interval": 2},
-    "model": {
-        "class_path": "lit_layers.training.LitCausalLM",
-        "init_args": {
-            "config": {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 16},
-            "lr": 0.01,
-            "warmup_steps": 1,
-        },
-    },
-    "data": {
-        "class_path": "lit_layers.training.LitTextData",
-        "init_args": {
-            "corpus": "${corpus}",
-            "tokenizer": "${tokenizer}",
-            "num_tokens": 16,
-            "global_batch_size": 4,
-            "num_validation_sequences": 4,
-        },
-    },
+    "model": {"class_path": "lit_layers.training.LitCausalLM", "init_args": MODEL},
+    "data": {"class_path": "lit_layers.training.LitTextData", "init_args": {**DATA, "num_validation_sequences": 4}},
     "analyses": [
         {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": TEXT}},
         {"class_path": "lit_layers.analyses.Coupling", "init_args": {"batches": TEXT, "k": [2]}},

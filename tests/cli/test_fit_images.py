@@ -15,25 +15,15 @@ from tests.data.test_image_sources import write_folders
 
 ROOT = Path(__file__).parents[2]
 IMAGES = {"class_path": "lit_layers.data.EvalImages", "init_args": {"source": "${corpus}", "num_images": 8}}
+MODEL = {"patch_size": 4, "drop_path_rate": 0.2, "warmup_steps": 1, "mixup": 0.8, "decay_steps": 5}
+MODEL |= {"config": {"embed_dim": 16, "depth": 2, "num_heads": 2}}
+DATA = {"source": "${corpus}", "global_batch_size": 4, "num_validation_images": 20, "erasing": 0.5}
 RECIPE = {
     "corpus": "digits",
     "steps": {"every": 2},
     "trainer": {"max_steps": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "val_check_interval": 3},
-    "model": {
-        "class_path": "lit_layers.training.LitImageClassifier",
-        "init_args": {
-            "config": {"embed_dim": 16, "depth": 2, "num_heads": 2},
-            "patch_size": 4,
-            "drop_path_rate": 0.2,
-            "warmup_steps": 1,
-            "mixup": 0.8,
-            "decay_steps": 5,
-        },
-    },
-    "data": {
-        "class_path": "lit_layers.training.LitImageData",
-        "init_args": {"source": "${corpus}", "global_batch_size": 4, "num_validation_images": 20, "erasing": 0.5},
-    },
+    "model": {"class_path": "lit_layers.training.LitImageClassifier", "init_args": MODEL},
+    "data": {"class_path": "lit_layers.training.LitImageData", "init_args": DATA},
     "analyses": [
         {"class_path": "lit_layers.analyses.Trajectory", "init_args": {"batches": IMAGES}},
         {"class_path": "lit_layers.analyses.Lens", "init_args": {"batches": IMAGES}},

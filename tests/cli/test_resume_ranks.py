@@ -87,13 +87,7 @@ def test_sigterm_to_any_rank_saves_one_step_and_all_exit_with_143(only, recipe, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("only", [None, 1])
-def test_sigterm_inside_the_first_measurement_ends_all_ranks_without_a_hang(
-    only,
-    recipe,  # noqa: F811
-    whole,
-    tmp_path,
-    monkeypatch,
-):
+def test_sigterm_in_the_first_measurement_ends_all_ranks(only, recipe, whole, tmp_path, monkeypatch):  # noqa: F811
     root, begun, real = tmp_path / "run", tmp_path / "begun", Coupling.update
 
     def slow(self, seen, batch):

@@ -175,10 +175,7 @@ def test_an_unsafe_checkpoint_is_refused_in_one_sentence(saved, tmp_path):
     network = json.loads(content["network"])
     for change, sentence in (
         ({"_attn_implementation": "somebody/evil"}, r"the checkpoint: expected _attn_implementation sdpa or eager"),
-        (
-            {"model_type": "none"},
-            "the config.json of the checkpoint: expected model_type that this transformers knows, got none",
-        ),
+        ({"model_type": "none"}, "checkpoint: expected model_type that this transformers knows, got none"),
     ):
         torch.save({**content, "network": json.dumps(network | change)}, file)
         with pytest.raises(InputError, match=sentence):

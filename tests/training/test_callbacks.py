@@ -255,10 +255,7 @@ def test_wrong_options_and_folders_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     wide = Coupling(batches=RandomText(), k=[17])
     for made, sentence in (
-        (
-            lambda: EmergenceCallback([Noisy()], [0], tmp_path, model="network"),
-            "LitCausalLM has no submodule 'network'",
-        ),
+        (lambda: EmergenceCallback([Noisy()], [0], tmp_path, model="network"), "LM has no submodule 'network'"),
         (lambda: EmergenceCallback([wide], [0], tmp_path), "17"),
         (lambda: SeriesCheckpoint([0], tmp_path / "file" / "run"), "root: cannot write to .*file"),
         (lambda: EmergenceCallback([Noisy(), Noisy()], [0], tmp_path), "two are named 'noisy'; give each a name of"),

@@ -161,25 +161,16 @@ def test_means_over_seeds_leave_out_nan_and_count_identical_orders():
         tags = {"variant": "random", "middle": 2, "seed": seed, "schedule": schedule, "when": when}
         return Record(metric="variant_loss", value=value, tags=tags, n=6)
 
-    records = [
-        record(0, "1 2 3 4", 1.0),
-        record(1, "1 3 2 4", 4.0),
-        record(2, "1 2 3 4", 4.0),
-        record(0, "1 3 2 4", 9.0, "before"),
-    ]
+    rows = (0, "1 2 3 4", 1.0), (1, "1 3 2 4", 4.0), (2, "1 2 3 4", 4.0), (0, "1 3 2 4", 9.0, "before")
+    records = [record(*row) for row in rows]
     records.append(Record(metric="variant_loss", value=7.0, tags={"variant": "skip", "middle": 2, "when": "after"}))
     after, before = seed_means(records, 4)
     assert after.value == 3.0
     assert after.stderr == pytest.approx(1.0)  # standard deviation sqrt(3) of 1, 4, 4, over sqrt(3)
     assert after.tags == {"variant": "random", "middle": 2, "when": "after", "num_seeds": 3, "num_identical": 2}
     assert (before.value, before.stderr) == (9.0, None)
-    broken = [
-        record(0, "1 2 3 4", math.nan),
-        record(1, "1 3 2 4", 4.0),
-        record(2, "1 2 3 4", 2.0),
-        record(0, "1 2 3 4", math.nan, "x"),
-    ]
-    after, nothing = seed_means(broken, 4)
+    broken = (0, "1 2 3 4", math.nan), (1, "1 3 2 4", 4.0), (2, "1 2 3 4", 2.0), (0, "1 2 3 4", math.nan, "x")
+    after, nothing = seed_means([record(*row) for row in broken], 4)
     assert (after.value, after.stderr) == (3.0, 1.0)
     assert after.tags["num_undefined"] == 1
     assert math.isnan(nothing.value)

@@ -18,20 +18,10 @@ def batches(
     images: LitImageData, count: int, *, step: int = 0, rank: int = 0, world_size: int = 1, accumulate: int = 1
 ):
     """Return the batches that a rank trains on, as the Trainer reads them from the loader."""
-    images.trainer = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
-        accumulate_grad_batches=accumulate,
-        global_rank=rank,
-        world_size=world_size,
-        global_step=step,
-        training=True,
-        overfit_batches=0,
-        limit_train_batches=1.0,
-        max_epochs=-1,
-        min_epochs=None,
-        check_val_every_n_epoch=1,
-        callbacks=[],
-        _accelerator_connector=SimpleNamespace(use_distributed_sampler=False),
-    )
+    place = {"global_rank": rank, "world_size": world_size, "global_step": step, "accumulate_grad_batches": accumulate}
+    usual = {"overfit_batches": 0, "limit_train_batches": 1.0, "max_epochs": -1, "min_epochs": None, "callbacks": []}
+    usual |= {"_accelerator_connector": SimpleNamespace(use_distributed_sampler=False), "check_val_every_n_epoch": 1}
+    images.trainer = SimpleNamespace(**place, **usual, training=True)  # pyright: ignore[reportAttributeAccessIssue]
     images.setup("fit")
     found, loader = [], iter(images.train_dataloader())
     for _ in range(count):

@@ -45,18 +45,7 @@ def begun(folder, name):
     return wandb.init(mode="offline", dir=str(folder), id=name, project="p", settings=quiet, reinit="create_new")
 
 
-def loop(
-    name,
-    folder,
-    log,
-    num_rows,
-    *,
-    is_watched,
-    order="log, step",
-    analyses=None,
-    is_numbered=False,
-    is_logged_at_end=True,
-) -> None:
+def loop(name, folder, log, num_rows, *, is_watched, order="log, step", analyses=None, is_numbered=False) -> None:
     """Run a user's training loop, which logs through `log(run, step)`."""
     run, model = begun(folder, name), tiny("gpt2")
     watched = None

@@ -103,24 +103,13 @@ def watched_run(root: Path, ranks: int) -> int:
     run_log = RunLog(root)
     # Rank 0 runs the first analysis. The other rank could go on to the next step without it.
     watched = {"num_classes": 5, "min_context": 2, "estimator": "watch"}
-    analyses = [
-        Slow(),
-        Failing(),
-        Trajectory(batches=text),
-        Lens(batches=text),
-        Coupling(batches=text, k=(2,)),
-        NextTokenProbe(train=RandomText(8), test=RandomText(3), **watched),
-    ]
+    probe = NextTokenProbe(train=RandomText(8), test=RandomText(3), **watched)
+    analyses = [Slow(), Failing(), *(kind(batches=text) for kind in (Trajectory, Lens))]
+    analyses += [Coupling(batches=text, k=(2,)), probe]
     watch = EmergenceCallback(analyses, [1], root, watchers=[run_log])
-    fit(
-        root,
-        [Impatient(), run_log, SeriesCheckpoint([1], root), watch, ResumeCheckpoint(root, every=2)],
-        steps=3,
-        module=module(dropout=0.0),
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        log_every_n_steps=1,
-    )
+    callbacks = [Impatient(), run_log, SeriesCheckpoint([1], root), watch, ResumeCheckpoint(root, every=2)]
+    options = {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "log_every_n_steps": 1}
+    fit(root, callbacks, steps=3, module=module(dropout=0.0), **options)
     assert not wrong, "\n".join(wrong)
     return 0
 

@@ -9,14 +9,7 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import lit_layers
 from lit_layers import records
@@ -107,21 +100,14 @@ class OrderedTrainer(Trainer):
 
 
 def train_transformers(model, root, watched, if_exists="refuse", **options) -> None:
-    callback = EmergenceTrainerCallback(analyses(), STEPS, root, save=True, if_exists=if_exists)
+    callbacks = [EmergenceTrainerCallback(analyses(), STEPS, root, save=True, if_exists=if_exists)] if watched else []
     arguments = TrainingArguments(
         str(root.parent / "hf"), num_train_epochs=1, per_device_train_batch_size=SIZE, report_to=[], use_cpu=True,
         disable_tqdm=True, max_grad_norm=0, seed=7, save_strategy="no", logging_strategy="no", **options,
     )  # fmt: skip
     optimizer = optimizer_of(model)
-    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = OrderedTrainer(
-        model,
-        arguments,
-        train_dataset=DATA,
-        optimizers=(optimizer, constant),
-        callbacks=[callback] if watched else [],
-    )
-    trainer.train()
+    both = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    OrderedTrainer(model, arguments, train_dataset=DATA, optimizers=both, callbacks=callbacks).train()
 
 
 TRAINERS = [train_loop, train_lightning, train_old_lightning, train_transformers]
@@ -323,9 +309,7 @@ def test_a_second_training_in_a_root_is_refused_or_replaces_the_first(train, tmp
     sentence = f"root: {root} already holds a run with checkpoints up to step 3; choose another folder, if_exists="
     with pytest.raises(InputError, match=re.escape(sentence)):
         train(other, root, watched=True)
-    with pytest.raises(
-        InputError, match="was not measured with these weights at step 0: resume it from its own checkpoint"
-    ):
+    with pytest.raises(InputError, match="with these weights at step 0: resume it from its own checkpoint"):
         train(other, root, watched=True, if_exists="resume")
     assert weights_hash(other) == untrained
     assert records.read(root / "measurements.jsonl") == first
@@ -382,9 +366,7 @@ def test_a_training_that_goes_back_abandons_its_old_branch_and_keeps_the_lines(t
     assert saved_steps(root) == [0, 2, 4, 6, 7]
     assert saved_steps(root / "abandoned") == [6, 8, 10]
     for m in lines:
-        assert bool(records.read_values(root, m)) == (m.step != 6 or bool(m.resumed)), (
-            "the values of the branch that counts"
-        )
+        assert bool(records.read_values(root, m)) == (m.step != 6 or bool(m.resumed)), "of the branch that counts"
     with pytest.raises(InputError, match="not measured with these weights at step 6"):
         loop(root, first[6], 1, first_step=6, if_exists="resume")
 
