@@ -1,8 +1,8 @@
-"""Copies of a model: a model of its first blocks, and a layered view whose blocks compute in bfloat16."""
+"""Copies of a model: a model of some of its blocks, and a layered view whose blocks compute in bfloat16."""
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from lit_layers.errors import InputError, first_sentence
 from lit_layers.models.build import TIMM_OPTIONS, plain_model
 from lit_layers.models.families import Network, trunk_of
 from lit_layers.models.pixels import copy_pixel_statistics_
-from lit_layers.models.structure import family_of, rebuilt_error
-from lit_layers.models.view import LayeredModel
+from lit_layers.models.proof import probe_of, rel_error
+from lit_layers.models.running_order import running_order
+from lit_layers.models.structure import family_of, rebuilt, rebuilt_error
+from lit_layers.models.view import LayeredModel, evaluating
 
 PER_BLOCK = ("layer_types", "attention_layers", "mlp_layer_types")  # config fields with one entry per block
 
@@ -38,20 +40,66 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
             blocks (encoder-decoder). Also if the config cannot describe the copy.
     """
     model = plain_model(model)
+    depth = len(family_of(model).block_list(model))
+    if not 1 <= num_layers <= depth:
+        raise InputError(f"num_layers: {type(model).__name__} can be cut to 1..{depth} blocks, got {num_layers}")
+    return _copy_of(model, range(num_layers), head)
+
+
+def remove_blocks(model: nn.Module, blocks: Collection[int]) -> nn.Module:
+    """Return a new model without some blocks, with copies of the other weights; `model` does not change.
+
+    The copy has the class and head of `model`, and a config that states the smaller depth. It computes what `model`
+    computes if it skips these blocks (`running_order`), which is checked on example inputs. A transformers model is
+    built anew from its config.
+
+    Args:
+        model: a transformers or timm model.
+        blocks: numbers of the blocks to remove, from 1. At least one block must remain.
+
+    Raises:
+        InputError: if a block does not exist, no block remains, or the model cannot be cut (see `truncate`). Also if
+            blocks depend on their position, so that another block would change.
+    """
+    model = plain_model(model)
+    family = family_of(model)
+    depth = len(family.block_list(model))
+    kept = [index for index in range(depth) if index + 1 not in blocks]
+    if not blocks or not kept or len(kept) + len({*blocks}) != depth:
+        asked = ", ".join(map(str, blocks))
+        raise InputError(f"without: expected some of the blocks 1..{depth}, but not all, got {asked or 'none'}")
+    short = _copy_of(model, kept, head=True)
+    if family.package != "timm":
+        short = rebuilt(short)  # numbers the blocks anew: each uses the key-value cache at its number
+    inputs = probe_of(model).inputs
+    with torch.no_grad(), evaluating(model), evaluating(short):
+        with running_order(model, [index + 1 for index in kept]):
+            expected = family.logits(model, inputs)
+        error = rel_error(family.logits(short, inputs), expected)
+    if not error < 1e-2:  # rounding errors are smaller, also in 16 bits
+        kind = type(model).__name__
+        raise InputError(f"without: the blocks of this {kind} depend on their position: removed, others would change")
+    return short.train(model.training)
+
+
+def _copy_of(model: Network, kept: Sequence[int], head: bool) -> Network:
+    """Return a copy of a model with the blocks at these indices only, counted from 0."""
     source: Network = model if head else trunk_of(model)
     family = family_of(source)
     blocks = family.block_list(source)
-    _check_cut(model, blocks, num_layers)
+    _check_cut(model, blocks)
+    dropped = sorted({*range(len(blocks))}.difference(kept), reverse=True)
     # This memo makes deepcopy replace each dropped block by an Identity, so that its weights are never copied.
-    stand_ins: dict[int, Any] = {id(block): nn.Identity() for block in blocks[num_layers:]}
+    stand_ins: dict[int, Any] = {id(blocks[index]): nn.Identity() for index in dropped}
     with torch.no_grad():
         short: Network = copy.deepcopy(source, stand_ins)
     container: Any = family.container(short)
-    del container[num_layers:]
+    for index in dropped:
+        del container[index]
     if family.package == "timm":
-        _finish_timm(short, num_layers, head)
+        _finish_timm(short, len(kept), head)
     else:
-        _set_depth(short.config, num_layers)
+        _set_depth(short.config, kept)
         short.config.architectures = [type(short).__name__]
         copy_pixel_statistics_(model, short)
         if not head:
@@ -80,30 +128,28 @@ def _check_rebuild(short: Network) -> None:
         )
 
 
-def _check_cut(model: Network, blocks: tuple[nn.Module, ...], num_layers: int) -> None:
+def _check_cut(model: Network, blocks: tuple[nn.Module, ...]) -> None:
     kind = type(model).__name__
     parameters = [id(parameter) for block in blocks for parameter in block.parameters()]
     depth = getattr(getattr(model, "config", None), "num_hidden_layers", len(blocks))
     if len(set(parameters)) < len(parameters) or len(blocks) != depth:
         raise InputError(f"the blocks of this {kind} share weights, and it is not cut: dropping one saves nothing")
-    if not 1 <= num_layers <= len(blocks):
-        raise InputError(f"num_layers: {kind} can be cut to 1..{len(blocks)} blocks, got {num_layers}")
 
 
-def _set_depth(config: Any, num_layers: int) -> None:
-    """Set the number of blocks in a config, and shorten fields with one entry per block."""
+def _set_depth(config: Any, kept: Sequence[int]) -> None:
+    """Set the number of blocks in a config, and keep the entries of these blocks in fields with one entry per block."""
     for name in PER_BLOCK:  # shorten the stored fields; properties are left out, as the config computes them
         stored = getattr(type(config), "attribute_map", {}).get(name, name)
         if getattr(config, name, None) is not None and not isinstance(getattr(type(config), stored, None), property):
-            setattr(config, name, list(getattr(config, name))[:num_layers])
+            setattr(config, name, [getattr(config, name)[index] for index in kept])
     if getattr(config, "attention_types", None) is not None:  # GPT-Neo: [[kinds of attention, repetitions]]
         config.attention_types = [[config.attention_layers, 1]]
     # Every config of transformers accepts the name `num_hidden_layers`; that of GPT-2 maps it to `n_layer`.
-    config.num_hidden_layers = num_layers
+    config.num_hidden_layers = len(kept)
     # Configs of models that can serve as a backbone list the names of the layers (`stage_names`) and say which of them
     # are returned. Shorten the list, and let None select the last layer.
     if getattr(config, "stage_names", None) is not None:
-        config.stage_names = list(config.stage_names)[: num_layers + 1]
+        config.stage_names = list(config.stage_names)[: len(kept) + 1]
         config.set_output_features_output_indices(None, None)
 
 

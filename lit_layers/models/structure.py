@@ -269,20 +269,27 @@ def rebuilt_error(model: Network) -> float:
     if a block computes with the number of blocks, for example a scale of 1 / sqrt(depth). The truncated model still has
     the scale of the original depth.
     """
-    device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad(), evaluating(model):
-        again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
-        again.load_state_dict(model.state_dict(), assign=True)
-        old = dict(model.named_buffers())
-        # Give each buffer of `again` the dtype that it has in `model`: `half()` may have cast the rotary tables there.
-        for name, buffer in again.named_buffers():
-            buffer.data = buffer.to(old[name].dtype if name in old else buffer.dtype)
+    again = rebuilt(model)
+    with torch.no_grad(), evaluating(model):
         probe, states = probe_of(model), []
         for each in (model, again):
             with watch(infer_family(each).block_list(each)) as calls:
                 probe.call(each, probe.inputs, dict(probe.options))
             states.append([call.result for call in calls])
     return max(rel_error(one, other) for one, other in zip(*states, strict=True))
+
+
+def rebuilt(model: Network) -> Network:
+    """Return a transformers model that is built from the config of `model`, in evaluation mode, with its weights."""
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
+        again.load_state_dict(model.state_dict(), assign=True)
+        old = dict(model.named_buffers())
+        # Give each buffer of `again` the dtype that it has in `model`: `half()` may have cast the rotary tables there.
+        for name, buffer in again.named_buffers():
+            buffer.data = buffer.to(old[name].dtype if name in old else buffer.dtype)
+    return again
 
 
 # Find the modules that are the blocks.

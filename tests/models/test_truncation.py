@@ -1,4 +1,4 @@
-"""`truncate`: a model of the first blocks with the same hidden states."""
+"""`truncate`: a model of the first blocks with the same hidden states; `remove_blocks`: one without some blocks."""
 
 import copy
 
@@ -7,10 +7,11 @@ import torch
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import causal_lm, save, unpadded_state, vit, weights_hash
-from lit_layers.models.copies import truncate
+from lit_layers.models.copies import remove_blocks, truncate
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from tests.support.rounding import assert_rounded
+from tests.support.skipping import skipping
 from tests.support.tiny_models import tiny, tiny_batch
 
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
@@ -118,3 +119,34 @@ def test_blocks_that_share_weights_are_refused():
     model.transformer.h[2].ln_1 = model.transformer.h[0].ln_1
     with pytest.raises(InputError, match="the blocks of this GPT2LMHeadModel share weights, and it is not cut"):
         truncate(model, 2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "gpt_neo", "falcon_alibi", "bert"])
+def test_a_model_without_a_block_computes_what_the_other_blocks_compute(name, tmp_path):
+    """Compared with hooks that return a block's input; saved, opened by transformers alone, and with a cache."""
+    model, batch = tiny(name), tiny_batch(name)
+    for block in (1, 2):
+        with skipping(LayeredModel(model).blocks[block - 1]):
+            expected = model(**batch).logits
+        cut = remove_blocks(model, [block])
+        save(cut, tmp_path / str(block))
+        for network in (cut, type(model).from_pretrained(tmp_path / str(block))):
+            torch.testing.assert_close(network(**batch).logits, expected, rtol=1e-5, atol=1e-6)
+            if network.can_generate():
+                ids, how = batch["input_ids"][:1, :5], {"max_new_tokens": 6, "do_sample": False}
+                assert torch.equal(
+                    network.generate(ids, use_cache=True, **how), network.generate(ids, use_cache=False, **how)
+                )
+
+
+def test_blocks_that_depend_on_their_position_and_absent_ones_are_not_removed():
+    model = causal_lm("gpt2", **GPT2, scale_attn_by_inverse_layer_idx=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 5  # so that attention is far from uniform
+    with pytest.raises(InputError, match="depend on their position: removed, others would change"):
+        remove_blocks(model, [1])
+    assert LayeredModel(remove_blocks(model, [3])).num_layers == 2
+    for blocks in ([], [0], [4], [1, 2, 3]):
+        with pytest.raises(InputError, match=r"expected some of the blocks 1\.\.3, but not all, got"):
+            remove_blocks(model, blocks)
