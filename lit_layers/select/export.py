@@ -34,6 +34,7 @@ from lit_layers.select.choosing import Choice
 
 Kind = Literal["classification", "regression"]
 TENSORS, FACTS = "probe.safetensors", "probe.json"
+PRUNED = "pruned.json"  # facts about a model without some of its blocks (`pruning`)
 NAMES = ("weight", "bias", "mean", "scale", "seen")
 
 
@@ -264,14 +265,19 @@ def render(
         final_norm: Whether the model has a norm after its last block.
         of_images: Whether the model reads images.
     """
-    header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", "truncated", facts.kind]}
-    if ON_HUB.fullmatch(card.source) and not Path(card.source).exists():
-        header["base_model"] = card.source
-    template = files("lit_layers.select").joinpath("model_page.md.jinja").read_text(encoding="utf-8")
-    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-    page = jinja2.Environment(undefined=jinja2.StrictUndefined, **options).from_string(template)
     about: Any = {"card": card, "facts": facts, "choice": card.choice, "package": package, "picture": picture}
     about |= {"of_images": of_images, "final_norm": final_norm}
+    return fill_page("model_page.md.jinja", card.source, package, ["truncated", facts.kind], **about)
+
+
+def fill_page(template: str, source: str, package: str, tags: Sequence[str], /, **about: Any) -> str:
+    """Return a README.md: a template of this folder, filled in, below the YAML header of model pages on the Hub."""
+    header: dict[str, Any] = {"library_name": package, "tags": ["lit_layers", *tags]}
+    if ON_HUB.fullmatch(source) and not Path(source).exists():
+        header["base_model"] = source
+    text = files("lit_layers.select").joinpath(template).read_text(encoding="utf-8")
+    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    page = jinja2.Environment(undefined=jinja2.StrictUndefined, **options).from_string(text)
     return page.render(header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True), **about)
 
 
@@ -327,7 +333,7 @@ def export(
     refuse_taken(folder, overwrite)
     cut = truncate(view.model, layer, head=False)
     card = replace(card, weights_hash=weights_hash(view.model))
-    with _draft_of(folder) as draft:
+    with draft_of(folder) as draft:
         save(cut, draft)
         fingerprint = weights_hash(cut)
         del cut
@@ -336,7 +342,7 @@ def export(
         head.save(draft)
         _verify(draft, view, layer, batches, fingerprint)
         _write_page(card, head, view, draft)
-        _publish(folder, draft)
+        publish(folder, draft)
     return folder
 
 
@@ -350,15 +356,16 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise InputError(f"{folder} is there already: choose another folder, or allow to overwrite it")
-    if not folder.is_dir() or folder.is_symlink() or (any(folder.iterdir()) and not (folder / FACTS).is_file()):
+    is_export = any((folder / name).is_file() for name in (FACTS, PRUNED))
+    if not folder.is_dir() or folder.is_symlink() or (any(folder.iterdir()) and not is_export):
         raise InputError(f"{folder} is no earlier export (it has no {FACTS}) and is not overwritten: choose another")
 
 
 @contextmanager
-def _draft_of(folder: Path) -> Iterator[Path]:
+def draft_of(folder: Path) -> Iterator[Path]:
     """Yield a new folder next to `folder` in which to write an export.
 
-    The new folder is removed at the end, unless `_publish` has renamed it to `folder`.
+    The new folder is removed at the end, unless `publish` has renamed it to `folder`.
     """
     draft = draft_path(folder.absolute())
     with refused(f"cannot write beside {folder}"):
@@ -397,7 +404,7 @@ def _verify(draft: Path, view: LayeredModel, layer: int, batches: Iterable[Batch
         raise RuntimeError("the exported weights differ from those of the model itself")
 
 
-def _publish(folder: Path, draft: Path) -> None:
+def publish(folder: Path, draft: Path) -> None:
     """Flush the complete export in `draft` to disk and rename it to `folder`, replacing an earlier export."""
     for file in draft.iterdir():
         sync(file)

@@ -293,6 +293,12 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("trained --task banking77", "expected a model in trained, found no config.json there"),
         ("broken --task banking77", "broken cannot be loaded: "),
         ("model --task models.csv --root .", "models.csv, which is read, would be replaced in"),
+        ("model --without 2 --export new", "without: expected one model, --corpus TEXT and --export FOLDER"),
+        ("model --without 0 --corpus text.txt --export new", "some of the blocks 1..4 of this GPT2LMHeadModel"),
+        ("model --without 2,x --corpus text.txt --export new", "for the N least harmful ones, got 2,x"),
+        ("model --without least:4 --corpus text.txt --export new", "for the N least harmful ones, got least:4"),
+        ("bare --without 1 --corpus text.txt --export new", "tokenizer: bare carries none; name one with --tokenizer"),
+        ("bert --without 1 --corpus text.txt --export new", "expected a model that predicts the next token, got Bert"),
     ],
 }  # fmt: skip
 

@@ -9,10 +9,11 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lit_layers.cli.main import main
 from lit_layers.data import TASKS, ProbeTask
-from lit_layers.data.batches import encode_texts
+from lit_layers.data.batches import EvalText, encode_texts
 from lit_layers.data.tokenization import load_tokenizer
 from lit_layers.figures.labels import value
 from lit_layers.functional.probes.logistic import fit_logistic_probes
@@ -25,6 +26,7 @@ from lit_layers.tasks.text_features import text_features
 from tests.support.charts import page_figures
 from tests.support.labelled_texts import labelled, saved_bert, saved_gpt2, scaled, write_banking77, write_csv
 from tests.support.rounding import assert_rounded
+from tests.support.skipping import skipping
 
 QUICK = ["--rounds", "2"]
 VIT = {"depth": 3, "embed_dim": 32, "num_heads": 4, "img_size": 8, "patch_size": 4, "num_classes": 10}
@@ -239,3 +241,38 @@ def test_models_are_compared_at_the_layer_chosen_for_each(home, tmp_path, capsys
         assert rows[name]["test"] == pytest.approx(hits.mean().item(), abs=1e-9)
     assert rows["deep"]["milliseconds_last"] > 0
     assert all((out / name).stat().st_size for name in ("models.png", "deep/layers.png"))
+
+
+def test_the_block_that_harms_least_is_removed_and_the_page_says_what_it_costs(home, tmp_path, capsys):
+    """Losses compared with those of transformers, whose blocks are skipped by hooks."""
+    source, corpus, folder = home / "run" / "step-000000400", tmp_path / "texts.jsonl", tmp_path / "pruned"
+    corpus.write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
+    how = ["--max_tokens", "12", "--corpus", corpus, "--export", folder]
+    out = select(capsys, source, "--without", "least:1", *how)
+    saved, model = json.loads((folder / "pruned.json").read_text()), AutoModelForCausalLM.from_pretrained(source)
+    ids = EvalText(str(corpus), str(source), num_tokens=12, min_sequences=2).windows()
+
+    def loss(network) -> float:
+        with torch.no_grad():
+            logits = network(ids).logits[:, :-1].double().transpose(1, 2)
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:]).item()
+
+    full, harms = loss(model), {}
+    for number, block in enumerate(model.transformer.h, start=1):
+        with skipping(block):
+            harms[str(number)] = loss(model) - full
+    found = {block: score["value"] for block, score in saved["difference_without_block"].items()}
+    assert found == pytest.approx(harms, abs=1e-5)
+    best = min(harms, key=lambda block: harms[block])
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    assert saved["without"] == [int(best)]
+    assert (len(again.transformer.h), again.config.n_layer) == (saved["num_blocks"] - 1,) * 2
+    losses = {name: score["value"] for name, score in saved["loss"].items()}
+    assert losses == pytest.approx({"full": full, "without": loss(again), "difference": harms[best]}, abs=1e-5)
+    page = (folder / "README.md").read_text()
+    for text in (f"without block {best} of", f"| without {best} | {losses['without']:.4f} |", "ms without (medians)"):
+        assert text in page
+    assert f"without blocks {best}: loss {full:.4f} -> {losses['without']:.4f}" in out
+    assert main(["select", str(source), "--without", "2", *map(str, how)]) == 2  # the folder is taken
+    select(capsys, source, "--without", "2", *how, "--overwrite")
+    assert json.loads((folder / "pruned.json").read_text())["without"] == [2]

@@ -1,4 +1,4 @@
-"""`lit-layers select`: find the earliest sufficient layer for a task, and cut the model there."""
+"""`lit-layers select`: find the earliest sufficient layer for a task, and cut the model there; or remove blocks."""
 
 import re
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from lit_layers.cli import process
 from lit_layers.cli.measuring import name_of
 from lit_layers.cli.options import refuse_replacing
 from lit_layers.cli.process import bar
+from lit_layers.data.batches import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import device_of
 from lit_layers.models.costs import layer_latencies
@@ -20,6 +21,7 @@ from lit_layers.models.view import LayeredModel, upcast
 from lit_layers.schema import COUNT, NOT_NEGATIVE, Device
 from lit_layers.select.choosing import Choice, Part, TaskFeatures, choose, image_task, text_task
 from lit_layers.select.export import refuse_taken
+from lit_layers.select.pruning import export_without, measure_harm
 from lit_layers.select.selection import Candidate, Selection, write_comparison
 from lit_layers.series import OneModel
 from lit_layers.series.checkpoint_sources import ModelFiles
@@ -50,7 +52,8 @@ class SelectOptions:
             score; the rules knee and best have no tolerance
         pooling: how a layer's states are pooled into one vector (default: as in a sentence encoder's modules.json,
             otherwise last; cls for images)
-        max_tokens: longer texts are truncated to this many tokens
+        max_tokens: longer texts are truncated to this many tokens; with --without, the windows of the corpus have
+            this length
         num_train: number of images for fitting probes and choosing the layer (default: all)
         num_test: number of images for the test scores (default: all)
         max_iterations: largest number of iterations of the logistic probe
@@ -59,6 +62,9 @@ class SelectOptions:
         export: write the model, cut after the chosen layer, to this folder, with its probe and a README.md
         overwrite: replace an earlier export in the --export folder
         rounds: number of rounds of latency measurement
+        without: instead of choosing a layer, remove blocks of a language model: their numbers, such as 3,4, or least:2
+            for the two whose skipping raises the loss least
+        corpus: with --without: the text on whose held-out part the loss is measured, as in intervene
     """
 
     revision: str | None = None
@@ -82,6 +88,8 @@ class SelectOptions:
     export: Path | None = None
     overwrite: bool = False
     rounds: Annotated[int, COUNT] = 20
+    without: str | None = None
+    corpus: str | None = None
 
     def probe_task(self) -> "ProbeTask | None":
         """Return the task with labelled texts, or None for images.
@@ -118,12 +126,15 @@ class SelectOptions:
 def select(model: str, others: list[str], options: SelectOptions) -> int:
     """Choose the earliest sufficient layer for a task on validation rows, and cut the model there.
 
-    With several models: compare their scores and latencies, each at its chosen layer.
+    With several models: compare their scores and latencies, each at its chosen layer. With --without: instead, remove
+    blocks from a language model and measure what that costs.
 
     Args:
         model: a folder with config.json and weights (a checkpoint), or a name on the Hub
         others: more models to compare with
     """
+    if options.without is not None:
+        return _remove_blocks(model, others, options)
     models, texts = [model, *others], options.probe_task()
     names = [name_of(each) for each in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -169,6 +180,31 @@ def _select_layer(model: str, name: str, options: SelectOptions, texts: "ProbeTa
     return Selection(name=name, files=files, revision=options.revision, tolerance=tolerance, **found)
 
 
+def _remove_blocks(model: str, others: list[str], options: SelectOptions) -> int:
+    """Measure the harm of skipping blocks, and write the model without them."""
+    if others or options.export is None or options.corpus is None or options.task or options.images:
+        raise InputError("without: expected one model, --corpus TEXT and --export FOLDER, and no --task or --images")
+    refuse_taken(options.export, options.overwrite)
+    process.set_threads(options.device)
+    with bar("opening the model") as show:
+        files = ModelFiles(model, revision=options.revision)
+        view = _load(files, options)
+        tokenizer = _tokenizer_of(model, options)
+        num_tokens = min(options.max_tokens, view.max_tokens or options.max_tokens)
+        batches = EvalText(options.corpus, tokenizer, num_tokens=num_tokens, min_sequences=2)
+        show(0, 2, "harm of skipping blocks")
+        pruned = measure_harm(view, batches, str(options.without))
+        show(1, 2, "export")
+        source: Any = {"source": files.model, "commit": files.commit, "tokenizer": tokenizer}
+        how: Any = {"batch": next(iter(batches)), "rounds": options.rounds, "overwrite": options.overwrite}
+        pruned = export_without(view, pruned, options.export, **source, **how)
+    full, loss, harm = (record.value for record in (pruned.full, pruned.loss, pruned.harm))
+    print(f"without blocks {', '.join(map(str, pruned.blocks))}: loss {full:.4f} -> {loss:.4f} ({harm:+.4f}), ", end="")
+    print("{:.1f} -> {:.1f} ms".format(*(1e3 * seconds for seconds in pruned.seconds)))
+    print(options.export)
+    return 0
+
+
 def _compare(models: list[str], names: list[str], options: SelectOptions, texts: "ProbeTask | None") -> int:
     """Choose the layer of each model, with one model in memory at a time; models that fail are reported and left out.
 
@@ -199,14 +235,8 @@ def _compare(models: list[str], names: list[str], options: SelectOptions, texts:
 def _open_model(
     files: "ModelFiles", options: SelectOptions, texts: "ProbeTask | None"
 ) -> "tuple[LayeredModel, TaskFeatures, str | None]":
-    """Return the model, its task, and its tokenizer (None for images).
-
-    The model has the precision of its saved weights, because an export has that precision.
-    """
-    model = files.model
-    named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
-    network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
-    view = LayeredModel(network.to(device_of(options.device)))
+    """Return the model, its task, and its tokenizer (None for images)."""
+    model, view = files.model, _load(files, options)
     kind, wide = type(view.model).__name__, upcast(view)
     if view.family.sees_images:
         if options.images is None:
@@ -215,14 +245,26 @@ def _open_model(
         return view, image_task(wide, options.images, pooling=options.pooling or "cls", **chosen), None
     if texts is None:
         raise InputError(f"images: {model} is a model of texts ({kind}): name its texts with --task")
-    series = OneModel(model, revision=options.revision)
-    tokenizer = options.tokenizer or series.tokenizer(series.checkpoints[0])
-    if tokenizer is None:
-        raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
+    tokenizer = _tokenizer_of(model, options)
     chosen = {name: getattr(options, name) for name in ("folder", "max_tokens")}
     encoder = sentence_encoder(files.read) if options.pooling is None else None
     pooling = options.pooling or ("last" if encoder is None else encoder.pooling)
     return view, text_task(wide, texts, tokenizer=tokenizer, pooling=pooling, **chosen), tokenizer
+
+
+def _load(files: "ModelFiles", options: SelectOptions) -> "LayeredModel":
+    """Return the model in the precision of its saved weights, because an export has that precision."""
+    named = str(files.config.get("dtype") or files.config.get("torch_dtype") or "float32").removeprefix("torch.")
+    network = load(files.location, revision=files.commit, dtype=getattr(torch, named, torch.float32))
+    return LayeredModel(network.to(device_of(options.device)))
+
+
+def _tokenizer_of(model: str, options: SelectOptions) -> str:
+    series = OneModel(model, revision=options.revision)
+    tokenizer = options.tokenizer or series.tokenizer(series.checkpoints[0])
+    if tokenizer is None:
+        raise InputError(f"tokenizer: {model} carries none; name one with --tokenizer")
+    return tokenizer
 
 
 def _show(task: "TaskFeatures", choice: "Choice") -> None:
