@@ -297,10 +297,10 @@ class _Source:
     def curves(self, model: str, step: int | None, scored: _Curves | None = None) -> _Curves | None:
         """Return a model's curves over layers at one checkpoint, or None if there are none.
 
-        Without `scored`, the curves are those of scores. With `scored`, the curves of this model's scores, they are
-        those of a metric, on the texts of each task in `scored`. If the metric was not measured on the texts of any
-        task, its values on texts that belong to no task are read. The kind of hidden states is that of `scored`, if
-        known.
+        Without `scored`, the curves are those of scores. `scored` are the score curves of this model. If they are
+        given, the result is the curves of a metric on the texts of each task in `scored`. If the metric was not
+        measured on the texts of any task, its values on texts that belong to no task are read. The metric must be
+        measured on the same kind of hidden states as `scored`, if that kind is known.
         """
         text, what = self.query.text, f"{self.query.text} of {model}"
         rows = self.values[self.values["model"] == model]
