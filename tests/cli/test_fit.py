@@ -23,6 +23,7 @@ RECIPE = {
     "corpus": "CORPUS",
     "tokenizer": "bpe:300",
     "steps": {"every": 2},
+    "expected": {"validation/loss": {2: 5.5, 1: 6.0, 99: 1.0}},
     "trainer": {"max_steps": 3, "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1, "val_check_interval": 2},
     "model": {"class_path": "lit_layers.training.LitCausalLM", "init_args": MODEL},
     "data": {"class_path": "lit_layers.training.LitTextData", "init_args": {**DATA, "num_validation_sequences": 4}},
@@ -54,6 +55,10 @@ def test_a_recipe_becomes_a_series_with_measurements_and_a_report(trained):
     assert 0 < facts["data"]["unigram_entropy"] < 6
     assert str(root / "report.html") in shown
     assert (root / "report.html").stat().st_size > 100_000
+    loss = records.rows(root / "metrics.jsonl")[1]["validation/loss"]
+    distance = f"validation/loss at step 2: {loss:.4g} ({loss - 5.5:+.2g}), expected 5.5"
+    assert f"validation/loss at step 1: not logged, expected 6{distance}" in shown
+    assert "step 99" not in shown
 
 
 @pytest.mark.soak

@@ -70,6 +70,8 @@ class RunOptions:
         tokenizer: the tokenizer; recipes refer to it as ${tokenizer}
         analyses: what to measure at these steps, as a list of classes with options
         wandb: send the run to W&B, as --config wandb_configs/default.yaml does
+        expected: values that other runs reached, by scalar and step, such as {validation/loss: {600000: 2.85}}; the end
+            of the run prints how far its own values are from them
     """
 
     root: Path
@@ -84,6 +86,7 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
+    expected: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 class Run:
@@ -295,6 +298,8 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         for measurement in latest(records.read(root / "measurements.jsonl")):
             if measurement.error is not None:
                 print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
+        for line in _distances(run.options.expected, root, last_step):
+            print(line)
         is_dry = run.options.trainer.get("fast_dev_run")
         print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
     except Exception as error:  # a failed report must not change the exit code
@@ -302,3 +307,14 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
     if mirror is not None:
         mirror.finish(exit_code=code)
         print(mirror.closing_line)
+
+
+def _distances(expected: Mapping[str, Mapping[int, float]], root: Path, last_step: int) -> Iterator[str]:
+    """Yield for each expected value, up to the last step, how far the run's own value is from it."""
+    found = {row["step"]: row for row in records.rows(root / "metrics.jsonl")} if expected else {}
+    for name, values in expected.items():
+        for step, value in sorted(values.items()):
+            if step <= last_step:
+                own = found.get(step, {}).get(name)
+                text = "not logged" if own is None else f"{own:.4g} ({own - value:+.2g})"
+                yield f"{name} at step {step:,}: {text}, expected {value:.4g}"
