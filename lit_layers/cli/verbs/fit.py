@@ -86,7 +86,7 @@ class RunOptions:
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
     wandb: WandbMirror | None = None
-    expected: dict[str, dict[int, float]] = field(default_factory=dict)
+    expected: dict[str, dict[int, float]] | None = None
 
 
 class Run:
@@ -298,7 +298,7 @@ def _close(run: Run, seconds: float, code: int, last_step: int) -> None:
         for measurement in latest(records.read(root / "measurements.jsonl")):
             if measurement.error is not None:
                 print(f"failed: {measurement.analysis} at step {measurement.step}: {measurement.error}")
-        for line in _distances(run.options.expected, root, last_step):
+        for line in _distances(run.options.expected or {}, root, last_step):
             print(line)
         is_dry = run.options.trainer.get("fast_dev_run")
         print("\nfast_dev_run: nothing is kept" if is_dry else f"\nreport: {write_report(root)}")
