@@ -7,8 +7,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_054
-CHARACTERS = 1_342_801
+LINES = 28_055
+CHARACTERS = 1_342_860
 FILES = 171
 FILES_IN_A_FOLDER = 16
 

@@ -285,6 +285,7 @@ def rebuilt(model: Network) -> Network:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         again = type(model)._from_config(model.config, dtype=next(model.parameters()).dtype).to(device).eval()
         again.load_state_dict(model.state_dict(), assign=True)
+        again.tie_weights()  # `assign` makes a parameter of each name
         old = dict(model.named_buffers())
         # Give each buffer of `again` the dtype that it has in `model`: `half()` may have cast the rotary tables there.
         for name, buffer in again.named_buffers():

@@ -38,7 +38,8 @@ def test_a_truncated_trunk_ends_with_the_final_norm_of_its_last_block(name):
 def test_the_weights_are_copies_and_tied_ones_stay_tied():
     model = causal_lm("gpt2", **GPT2)
     before = weights_hash(model)
-    cut = truncate(model, 2)
+    removed, cut = remove_blocks(model, [2]), truncate(model, 2)
+    assert removed.lm_head.weight is removed.transformer.wte.weight
     assert cut.lm_head.weight is cut.transformer.wte.weight
     with torch.no_grad():
         for parameter in cut.parameters():
