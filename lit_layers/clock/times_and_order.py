@@ -1,4 +1,4 @@
-"""When each curve emerges, in which order and with what certainty, and whether runs agree on the order."""
+"""Times at which curves emerge, their order and its certainty, and the agreement of runs on the order."""
 
 import itertools
 import math

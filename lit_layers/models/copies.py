@@ -49,17 +49,16 @@ def truncate(model: nn.Module, num_layers: int, *, head: bool = True) -> nn.Modu
 def remove_blocks(model: nn.Module, blocks: Collection[int]) -> nn.Module:
     """Return a new model without some blocks, with copies of the other weights; `model` does not change.
 
-    The copy has the class and head of `model`, and a config that states the smaller depth. It computes what `model`
-    computes if it skips these blocks (`running_order`), which is checked on example inputs. A transformers model is
-    built anew from its config.
+    The copy has the class and head of `model`, and a config that states the smaller depth. It gives the same output as
+    `model` in a `running_order` that skips these blocks, which is checked on example inputs.
 
     Args:
         model: a transformers or timm model.
         blocks: numbers of the blocks to remove, from 1. At least one block must remain.
 
     Raises:
-        InputError: if a block does not exist, no block remains, or the model cannot be cut (see `truncate`). Also if
-            blocks depend on their position, so that another block would change.
+        InputError: if a block does not exist, no block remains, or the model cannot be cut (see `truncate`). Also if a
+            remaining block would compute something else under its new number, e.g. with a scale by its number.
     """
     model = plain_model(model)
     family = family_of(model)
@@ -70,7 +69,7 @@ def remove_blocks(model: nn.Module, blocks: Collection[int]) -> nn.Module:
         raise InputError(f"without: expected some of the blocks 1..{depth}, but not all, got {asked or 'none'}")
     short = _copy_of(model, kept, head=True)
     if family.package != "timm":
-        short = rebuilt(short)  # numbers the blocks anew: each uses the key-value cache at its number
+        short = rebuilt(short)  # renumbers the blocks: each uses the key-value cache at its number
     inputs = probe_of(model).inputs
     with torch.no_grad(), evaluating(model), evaluating(short):
         with running_order(model, [index + 1 for index in kept]):

@@ -36,13 +36,14 @@ class Pruned:
     Losses are in nats per predicted token, each with its 95% interval over the texts.
 
     Args:
-        blocks: numbers of the removed blocks.
+        blocks: numbers of the removed blocks, from 1.
         num_blocks: number of blocks of the whole model.
         full: loss of the whole model.
         loss: loss without these blocks.
-        harm: difference of the two losses, taken within each text.
-        harms: for each block of the whole model, the harm of skipping only this block.
-        seconds: median seconds of a call on one text, of the whole model and without the blocks.
+        harm: rise of the loss from `full` to `loss`, with the difference taken within each text.
+        harms: the rise of the loss for each block of the whole model, if only this block is skipped.
+        seconds: median seconds of a call on one text, for the whole model and without the blocks; set by
+            `export_without`.
         num_tokens: number of tokens of that text.
     """
 
@@ -78,11 +79,11 @@ def measure_harm(view: LayeredModel, batches: Batches, without: str) -> Pruned:
     Args:
         view: a model that predicts the next token.
         batches: the texts.
-        without: numbers of blocks, such as `3,4`; or `least:N` for the N blocks whose skipping, each on its own, raises
-            the loss least.
+        without: numbers of blocks from 1, such as `3,4`; or `least:N` for the N blocks that raise the loss least when
+            skipped one at a time. Their joint harm may be larger.
 
     Raises:
-        InputError: the model does not predict the next token, or `without` names no such blocks.
+        InputError: the model does not predict the next token, `without` has another form, or a block does not exist.
     """
     kind, depth = type(view.model).__name__, view.num_layers
     if not view.predicts_next_token:
@@ -125,8 +126,16 @@ def export_without(
     README.md with the losses and times. It is created completely or not at all. The export is reopened and checked: its
     logits on `batch` must equal those of the whole model while it skips the blocks, up to rounding.
 
+    Args:
+        source: name or folder of the whole model, for README.md.
+        commit: its commit on the Hub, if it has one.
+        tokenizer: name or folder of the tokenizer.
+        batch: texts for the check; the first one is also timed.
+        rounds: number of timed calls of each model.
+
     Raises:
-        InputError: the folder exists (an earlier export is replaced if `overwrite`), or the model cannot be cut.
+        InputError: the folder exists (an earlier export is replaced if `overwrite`), or the model cannot be cut (see
+            `remove_blocks`).
         RuntimeError: the reopened model gives other logits.
     """
     refuse_taken(folder, overwrite)

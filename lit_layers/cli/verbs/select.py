@@ -63,7 +63,7 @@ class SelectOptions:
         overwrite: replace an earlier export in the --export folder
         rounds: number of rounds of latency measurement
         without: instead of choosing a layer, remove blocks of a language model: their numbers, such as 3,4, or least:2
-            for the two whose skipping raises the loss least
+            for the two blocks that raise the loss least when skipped one at a time
         corpus: with --without: the text on whose held-out part the loss is measured, as in intervene
     """
 

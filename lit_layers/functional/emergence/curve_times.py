@@ -1,4 +1,4 @@
-"""When a curve over training steps emerges: verdict, onset, half-way point, peak and plateau.
+"""Emergence of a curve over training steps: verdict, onset, half-way point, peak and plateau.
 
 All in float64. Times may lie between two checkpoints. The curve is not known there, and the intervals of the times
 include this uncertainty. docs/emergence_accuracy.md measures how often the intervals contain the true time, and how
