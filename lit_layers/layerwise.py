@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from lit_layers.analyses import metric_names
 from lit_layers.data.batches import Batches, GivenBatches, encode_texts, to_batches
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
-from lit_layers.measuring.one_model import measure
+from lit_layers.measuring.nulls import check_null, measure_null
+from lit_layers.measuring.one_model import Opened, measure
 from lit_layers.metrics import METRICS, rank
 from lit_layers.models.build import plain_model, weights_hash
+from lit_layers.models.null import Null
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement
@@ -159,6 +162,7 @@ def layers(
     tokenizer: str | Path | None = None,
     max_tokens: int = _TOKENS,
     name: str | None = None,
+    null: Null | None = None,
 ) -> LayerResult:
     """Measure every layer of a model: `lit_layers.layers("gpt2", ["coupling", "prompt_entropy", "lens"])`.
 
@@ -172,6 +176,9 @@ def layers(
         tokenizer: a folder or a name on the Hub; None: the model's own.
         max_tokens: number of tokens to which each text is cut, or the model's own maximum if that is smaller.
         name: name of the model in the table and figures; None: its folder, its name on the Hub, or its class.
+        null: also measure the null, and draw it as a grey line: the model after the weights of its blocks ("blocks") or
+            all its weights ("all") are initialized again, or probes with permuted labels ("labels"). In the table, its
+            rows have the tag `reference`.
 
     Raises:
         InputError: an argument is not valid, or does not fit the model.
@@ -189,14 +196,24 @@ def layers(
     else:
         given, few = _text_batches(view, texts, _tokenizer(model, tokenizer), max_tokens)
     analyses = metric_names.make_analyses([*selected], given, few)
-    facts: dict[str, Any] = {"run": name or _run_name(model), "step": None, "weights_hash": weights_hash(network)}
+    run, fingerprint = name or _run_name(model), weights_hash(network)
+    facts: dict[str, Any] = {"run": run, "step": None, "weights_hash": fingerprint}
     measurements = []
     for analysis in analyses:
         analysis.check(view)
-        measured, names = measure(view, analysis, raises=True, **facts), selected[analysis.name]
-        asked = [record for record in measured.records if names is None or record.metric in names]
-        measurements.append(replace(measured, records=asked))
-    return LayerResult(tuple(measurements))
+        measurements.append(measure(view, analysis, raises=True, **facts))
+    if null is not None:
+        check_null(null, analyses, network)
+        with tempfile.TemporaryDirectory() as root:
+            nulls = measure_null(null, Opened(network, fingerprint), analyses, Path(root), run=run, step=None)
+        measurements = records.with_nulls(measurements, nulls)
+    shown = [(each, selected[each.analysis]) for each in measurements]
+    return LayerResult(
+        tuple(
+            replace(each, records=[record for record in each.records if names is None or record.metric in names])
+            for each, names in shown
+        )
+    )
 
 
 def _text_batches(

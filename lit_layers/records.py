@@ -44,6 +44,7 @@ from lit_layers.files.durable import replace_file, sync
 from lit_layers.files.durable import write_files as write_files
 from lit_layers.identity import AXES as AXES
 from lit_layers.identity import (
+    NO_CURVE,
     ByPrompt,
     Lineage,
     Settings,
@@ -197,6 +198,42 @@ def is_suspect(measurement: Measurement) -> bool:
     return str(measurement.provenance.get(AUDIT, "")).startswith("suspect")
 
 
+def null_folder(root: str | Path, null: str) -> Path:
+    """Return the folder of the measurements of a run's null: "blocks", "all" or "labels"."""
+    return Path(root) / f"null-{null}"
+
+
+def read_nulls(root: str | Path) -> list[Measurement]:
+    """Return the measurements of a run's nulls: for each kind, analysis and settings, the one that was made last.
+
+    A null is the run's last model with random weights, or a probe with permuted labels. The field `null` of the
+    provenance tells which one.
+    """
+    last: dict[tuple[Any, ...], Measurement] = {}
+    for file in sorted(Path(root).glob("null-*/measurements.jsonl")):
+        for m in Store(file, lineage=lineage_in(root)):
+            if m.error is None:
+                last[file, m.run, m.analysis, settings_of(m)] = m
+    return [*last.values()]
+
+
+def with_nulls(measurements: Iterable[Measurement], nulls: Iterable[Measurement]) -> list[Measurement]:
+    """Return measurements to which the values of their nulls are added, as records with the tag `reference`.
+
+    A null belongs to the measurements of the same run, analysis and settings. Only values that are drawn as curves are
+    added.
+    """
+    added: dict[tuple[str, str, str], list[Record]] = {}
+    for null in nulls:
+        tag = {"reference": f"null_{null.provenance['null']['kind']}"}
+        added.setdefault((null.run, null.analysis, settings_of(null)), []).extend(
+            replace(record, tags={**record.tags, **tag})
+            for record in null.records
+            if record.other_layer is None and not (NO_CURVE | {"variant"}) & record.tags.keys()
+        )
+    return [replace(m, records=[*m.records, *added.get((m.run, m.analysis, settings_of(m)), ())]) for m in measurements]
+
+
 def frame(
     measurements: Iterable[Measurement] | Measurement | str | Path | Sequence[str | Path],
     *,
@@ -227,8 +264,9 @@ def frame(
     runs: Iterable[Any] = map(read, files) if paths else [given]
     pairs: list[tuple[Measurement, Record]] = []
     root_of_pair: list[str] = []
-    for run, root in zip(runs, roots or [""], strict=True):
-        of_run = [(m, record) for m in shown(run, settings) if m.error is None for record in m.records]
+    for file, run, root in zip(files or [None], runs, roots or [""], strict=True):
+        drawn = with_nulls(shown(run, settings), read_nulls(file.parent) if file else ())
+        of_run = [(m, record) for m in drawn if m.error is None for record in m.records]
         pairs += of_run
         root_of_pair += [root] * len(of_run)
     table: dict[str, Any] = {"root": pd.array(root_of_pair, dtype="str")} if roots else {}

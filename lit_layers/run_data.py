@@ -26,8 +26,8 @@ class RunData:
     Args:
         root: the folder.
         about: the content of run.json.
-        measurements: the measurements that form the curves. They are those of one run, or those of all models if the
-            folder compares models without training steps.
+        measurements: the measurements that form the curves, with the values of their nulls. They are those of one run,
+            or those of all models if the folder compares models without training steps.
         scalars: the rows of metrics.jsonl, one per step, with the scalars of training.
         other_runs: names of other runs in the folder, which are not shown.
         others: the measurements of other settings (options and data of an analysis), which are in no curve.
@@ -85,6 +85,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     if ALL in settings:
         raise InputError(f"settings: a curve shows one of them, got {ALL}: name one, or {LAST}")
     measurements, others = split_shown(records.read(files[0]), settings)
+    measurements = records.with_nulls(measurements, records.read_nulls(root))
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)

@@ -345,7 +345,10 @@ def test_a_dead_service_stops_the_mirror_with_one_line_and_the_next_mirror_catch
     assert mirror_all(tmp_path).curve("train/loss") == [(1, 1.0), (2, 0.5)]
 
 
-def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root):
+def test_every_curve_null_and_picture_of_the_charts_is_one_that_the_mirror_logs(root):
+    first = next(m for m in records.read(root / "measurements.jsonl") if m.analysis == "coupling")
+    null = replace(first, provenance={**first.provenance, "null": {"kind": "all"}})
+    records.Store(records.null_folder(root, "all") / "measurements.jsonl").add(null)
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
     spec = workspace_of(root, "me", "p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
@@ -354,7 +357,14 @@ def test_every_curve_and_picture_of_the_charts_is_one_that_the_mirror_logs(root)
     lines = [config for kind, config in panels if kind == "Run History Line Plot"]
     drawn = {curve for config in lines for curve in config["metrics"]}
     assert drawn <= names, drawn - names
-    assert {"coupling/coupling/k=4", "trajectory/line_shape_score/layer_02", "train/loss"} <= drawn
+    value = next(r.value for r in first.records if (r.metric, r.tags) == ("coupling", {"k": 4}))
+    assert logged.curve("coupling/coupling/k=4/null_all") == [(0, value), (4, value)]
+    assert {
+        "coupling/coupling/k=4",
+        "coupling/coupling/k=4/null_all",
+        "trajectory/line_shape_score/layer_02",
+        "train/loss",
+    } <= drawn
     assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
     media = {key for _, config in panels for key in config.get("mediaKeys", [])}
     assert media == pictures, media ^ pictures

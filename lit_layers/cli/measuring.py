@@ -18,6 +18,7 @@ from lit_layers.errors import InputError, refuse_odd_files
 from lit_layers.identity import settings_of, shown
 from lit_layers.measuring import MeasuringOptions
 from lit_layers.measuring.offline import Analyses, SeriesResult, analyze_series, silent
+from lit_layers.models.null import Null
 from lit_layers.records import Measurement
 from lit_layers.run_data import duration
 from lit_layers.schema import run_facts
@@ -133,6 +134,7 @@ def measure(
     *,
     tokenizer: str | None = None,
     during_training: bool = False,
+    null: Null | None = None,
 ) -> int:
     """Run analyses on each model or series, and return the exit code.
 
@@ -153,6 +155,7 @@ def measure(
             update = silent if options.engine == "ray" else functools.partial(show, None, None)
             analyses = analyses_for(series, make, tell=update, root=root, tokenizer=tokenizer)
             extra: Any = {"progress": show, "during_training": during_training}
+            extra["null"] = None if options.plan else null
             result = analyze_series(series, analyses, options, root=root, **extra)
         if not during_training and not series.is_single:
             show_audit(result.audit)

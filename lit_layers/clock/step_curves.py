@@ -58,6 +58,8 @@ class StepCurve:
     prompts_of: str = ""
     settings: str = UNKNOWN
     num_without_stderr: int = 0
+    null: "StepCurve | None" = None
+    null_kind: str = ""  # of a null: "blocks", "all" or "labels"
 
     @property
     def error_unit(self) -> str:
@@ -117,9 +119,17 @@ def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
         if len(group) < 2 or not len(common):
             continue
         own: dict[str, Any] = {"stderr": None, "prompts": None, "prompts_of": "", "num_without_stderr": 0}
+        own["null"] = _seed_null([curve.null for curve in group], name)
         own |= {"run": name, "settings": UNKNOWN, "at": common, "values": seeds.mean(0), "seeds": seeds}
         merged.append(replace(group[0], **own))
     return merged
+
+
+def _seed_null(nulls: Sequence[StepCurve | None], name: str) -> StepCurve | None:
+    """Return the mean of the nulls of several seeds, or None if a seed has none or another kind."""
+    known = [null for null in nulls if null is not None]
+    is_same = len(known) == len(nulls) and len({null.null_kind for null in known}) == 1
+    return next(iter(seed_means(known, name)), None) if is_same else None
 
 
 def common_checkpoints(curves: Sequence[StepCurve]) -> tuple[Array, Array]:
@@ -183,7 +193,7 @@ def text_of(tags: Tags) -> str:
 def add_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Return the curves with the values of single prompts, which are read from the run's folder `root`."""
+    """Return the curves with the values of single prompts and with their nulls, which the run's folder `root` holds."""
     analyses, keys = {curve.analysis for curve in curves}, {curve.key for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses and m.error is None and m.step is not None]
     rows: dict[Any, dict[int, ByPrompt]] = {}
@@ -202,7 +212,25 @@ def add_prompts(
         prompts = prompts_of_curve(curve.at, curve.values, rows.get(curve.key, {}))
         same = "" if prompts is None else f"{measured_on[curve.key]} {len(prompts)}"
         whole.append(replace(curve, prompts=prompts, prompts_of=same))
-    return whole
+    return _add_nulls(whole, root)
+
+
+def _add_nulls(curves: Sequence[StepCurve], root: Path) -> list[StepCurve]:
+    """Return the curves with their nulls: of blocks if the run has it, otherwise of all weights or of labels."""
+    nulls: dict[Any, StepCurve] = {}
+    for kind in ("labels", "all", "blocks"):
+        for m in (m for m in records.read_nulls(root) if m.provenance["null"]["kind"] == kind):
+            values = records.read_values(records.null_folder(root, kind), m)
+            about = m.provenance.get("data_hash") or f"{m.analysis} {m.provenance.get('config_hash')}"
+            for record in (record for record in m.records if not NO_CURVE & record.tags.keys()):
+                key = _key(m.analysis, record)
+                curve = curve_of_points(m.run, *key[:3], _tags(record), [(0.0, record.value, _stderr(record))])
+                by_prompt = values.get(records.key(m.analysis, record))
+                if by_prompt is not None:
+                    same = f"{m.run} {about} {len(by_prompt)}"
+                    curve = replace(curve, prompts=by_prompt[:, None], prompts_of=same)
+                nulls[m.run, settings_of(m), *key] = replace(curve, null_kind=kind)
+    return [replace(curve, null=nulls.get((curve.run, curve.settings, *curve.key))) for curve in curves]
 
 
 def _key(analysis: str, record: Record) -> tuple[str, str, int | None, str]:

@@ -21,6 +21,7 @@ from lit_layers.functional.emergence.curve_times import (
     bootstrap_counts,
     emergence_times,
 )
+from lit_layers.functional.emergence.null_differences import lasting_difference
 from lit_layers.records import Measurement
 
 TIMES = ("onset", "halfway", "peak", "plateau")
@@ -121,11 +122,36 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
         return None
 
 
+def null_step(curve: StepCurve, confidence: float = 0.95) -> float | None:
+    """Return the step (or number of tokens) from which on a curve differs from its null, by `lasting_difference`.
+
+    Return infinity if it does not differ at the last checkpoint. Return None if there is no null, or the errors of the
+    difference are unknown.
+    """
+    null = curve.null
+    if null is None:
+        return None
+    errors: dict[str, Any] = {}
+    if curve.seeds is not None and null.seeds is not None and len(curve.seeds) == len(null.seeds):
+        errors["replicates"] = curve.seeds - null.seeds
+    elif curve.prompts is not None and null.prompts is not None and curve.prompts_of == null.prompts_of:
+        errors["replicates"] = curve.prompts - null.prompts
+    elif curve.stderr is not None and null.stderr is not None:
+        errors["stderr"] = np.hypot(curve.stderr, null.stderr)
+    if not errors:
+        return None
+    try:
+        first = lasting_difference(curve.values - null.values, confidence=confidence, **errors)
+    except ValueError:  # fewer than two complete replicates
+        return None
+    return math.inf if first is None else float(curve.at[first])
+
+
 def times_table(clock: Clock) -> pd.DataFrame:
     """Return a table with one row per curve.
 
     Its first columns are `COLUMNS`. Then come the ends of the intervals of onset, peak and plateau, and the numbers of
-    checkpoints with and without a value.
+    checkpoints with and without a value. If a curve has a null, the last columns name the null and the `null_step`.
     """
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):
@@ -138,6 +164,8 @@ def times_table(clock: Clock) -> pd.DataFrame:
             row[name] = None if time is None else time.value
             ends |= {f"{name}_{end}": None if time is None else getattr(time, end) for end in ("low", "high")}
         row |= ends | {"over": curve.error_unit, "num_checkpoints": times.num_checkpoints, "num_gaps": times.num_gaps}
+        if curve.null is not None:
+            row |= {"null": curve.null.null_kind, "null_step": null_step(curve, clock.confidence)}
         rows.append(row)
     table: Any = pd.DataFrame(rows).astype({"tags": "str", "over": "str"})
     table["layer"] = pd.array([curve.layer for curve in clock.curves], dtype="Int64")

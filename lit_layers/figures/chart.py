@@ -388,7 +388,7 @@ def rows_of(chart: Chart) -> list[dict[str, Any]]:
 
 def _untrained_mark(s: Series) -> str:
     """Return the mark of the point at step 0, the untrained model."""
-    return s.mark if not s.width else "line-ew" if s.dash else "diamond"
+    return s.mark if not s.width else "line-ew" if s.dash or s.mark == "line-ew" else "diamond"
 
 
 def _common(s: Series) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from lit_layers.figures.theme import (
     Axis,
     colors_of,
     layer_axis,
+    reference_look,
     rounded,
     spread,
 )
@@ -157,7 +158,15 @@ def layer_profile(
     num_lines, compared = len(series), parts if of_models else {last: parts[last]}
     for kind in references(point for part in compared.values() for point in part):
         text, dash = tag_text({"reference": kind}), DASHED[(len(series) - num_lines) % len(DASHED)]
-        levels = {key: p.value for key, part in compared.items() for p in part if p.reference == kind}
+        of_kind = {key: [p for p in part if p.reference == kind] for key, part in compared.items()}
+        if any(p.index(number) is not None for part in of_kind.values() for p in part):  # a null has values per layer
+            for key, part in of_kind.items():
+                own = {"name": f"{names[key]}, {text}" if of_models else text, "legend": len(of_kind) == 1}
+                color, dash = reference_look(kind, 0)
+                layered = [p for p in part if p.index(number) is not None]
+                add(key, layered, color=color, width=1.6, dash=dash, interval="", **own)
+            continue
+        levels = {key: p.value for key, part in of_kind.items() for p in part}
         if len({*levels.values()}) == 1:
             series.append(level(ends, levels.popitem()[1], text, dash=dash))
             continue

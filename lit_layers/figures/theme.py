@@ -54,6 +54,11 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
     return colors
 
 
+def reference_look(name: str, index: int) -> tuple[str, str]:
+    """Return the colour and the dash of a line for comparison: a null is a grey solid line, others are dashed."""
+    return (EDGE, "") if name.startswith("null_") else (MUTED, DASHED[index % len(DASHED)])
+
+
 def rounded(numbers: Iterable[float | None], digits: int = 5) -> list[float | None]:
     """Return plain floats with this many significant digits, None for NaN and infinity; this keeps pages small."""
     return [float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None for x in numbers]

@@ -20,7 +20,18 @@ from lit_layers.figures.profiles import (
     series_of,
     value_axis,
 )
-from lit_layers.figures.theme import COLORS, DASHED, DEPTH, INK, MUTED, Axis, Training, colors_of, rounded
+from lit_layers.figures.theme import (
+    COLORS,
+    DASHED,
+    DEPTH,
+    INK,
+    MUTED,
+    Axis,
+    Training,
+    colors_of,
+    reference_look,
+    rounded,
+)
 from lit_layers.metrics import METRICS, look_up, scalar_row
 
 __all__ = ["emergence_curves", "training_curves"]
@@ -77,8 +88,9 @@ def emergence_curves(
         by_step = {point.step: point for point in points}
         series.append(series_of(map(by_step.get, steps), steps, name=name, color=color, **look))
 
-    def dashed(points: Sequence[tables.Point], name: str, color: str, dash: str) -> None:
-        line(points, name, color, dash=dash, width=1.6, legend=True, interval="", **marks)
+    def dashed(points: Sequence[tables.Point], name: str, color: str, dash: str, *, is_named: bool = True) -> None:
+        look = {**marks, "mark": marks["mark"] if dash else "line-ew"}  # the point at step 0 is a dash in any case
+        line(points, name, color, dash=dash, width=1.6, legend=is_named, interval="", **look)
 
     values = [point for point in points if point.reference is None]
     ordinal, lined = _ordinal(values)
@@ -97,7 +109,10 @@ def emergence_curves(
         name = (text if several else "") or ("Whole model" if ordinal else look_up(metric).title)
         line(part, name, colors[text], width=2.4, size=5.5, legend=in_legend, **dots)
     for index, (name, part) in enumerate(references_of.items()):
-        dashed(part, tag_text({"reference": name}), MUTED, DASHED[index % len(DASHED)])
+        for text, variant in _variants(part):
+            title = ", ".join(filter(None, [tag_text({"reference": name}), text if several else ""]))
+            for number, of_layer in enumerate(tables.grouped(variant, lambda point: point.layer).values()):
+                dashed(of_layer, title, *reference_look(name, index), is_named=number == 0)
     for name, part in compared.items():
         for text, variant in _variants(part):
             title = ", ".join(filter(None, [look_up(name).compared, text]))

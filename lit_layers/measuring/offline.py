@@ -24,8 +24,10 @@ from lit_layers.files import run_lock
 from lit_layers.identity import settings_name, warn_of_other_versions
 from lit_layers.measuring import MeasuringOptions, one_model
 from lit_layers.measuring.engine import on_ray
+from lit_layers.measuring.nulls import check_null, measure_null
 from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done, not_done
 from lit_layers.models.build import weights_hash
+from lit_layers.models.null import Null
 from lit_layers.models.offload import Offload
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, UnwrittenStore
@@ -83,6 +85,7 @@ def analyze_series(
     root: str | Path,
     during_training: bool = False,
     progress: Progress | None = None,
+    null: Null | None = None,
     **changed: Any,
 ) -> SeriesResult:
     """Measure every checkpoint of a series, and append each measurement to `root/measurements.jsonl`.
@@ -105,6 +108,8 @@ def analyze_series(
         during_training: whether a training run that measures nothing itself may still be writing to `root`.
         progress: receives the number of checkpoints (or analyses of a single model) that are done, their total, and the
             name of the next one.
+        null: also measure, on the last checkpoint of each run, what the curves are without training: the kind of null,
+            as `null_model` explains. With `shard`, only the first process does so.
 
     About some options:
 
@@ -127,7 +132,9 @@ def analyze_series(
     options, root = replace(options, **changed), root_folder(root)
     # With Ray, no model runs in this process, so "cpu" is only a placeholder: each worker chooses its own device.
     device = device_of("cpu" if options.engine == "ray" else options.device)
-    work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent)
+    if null is not None and options.offload is not None:
+        raise InputError("null: needs the weights in memory: leave --offload out")
+    work = _Measuring(series, root, options, device, SeriesMeasurements(root), progress or silent, null)
     work.choose(analyses)
     with run_lock.writing(root, shard=options.share, part="measuring" if during_training else "all"):
         audited = work.audited(grows=during_training)
@@ -137,6 +144,7 @@ def analyze_series(
             hooks: Any = {"on_start": work.on_start, "on_error": work.on_error}
             found = measure_unless_done(work.visits(audited), work.earlier.store, **hooks)
         work.result.measurements += found
+        work.measure_nulls(audited)
         return work.finished(audited)
 
 
@@ -159,6 +167,7 @@ class _Measuring:
     device: torch.device
     earlier: SeriesMeasurements
     progress: Progress
+    null: Null | None
     analyses: dict[str, Sequence[Analysis]] = field(default_factory=dict)  # key: name of the checkpoint
     verdicts: dict[str, str] = field(default_factory=dict)  # key: name of the checkpoint
     unmeasured: dict[str, str] = field(default_factory=dict)  # name of a checkpoint that cannot be measured -> reason
@@ -334,6 +343,8 @@ class _Measuring:
         try:
             for analysis in analyses:
                 analysis.check(view)
+            if self.null is not None:
+                check_null(self.null, analyses, view.model)
         except InputError as error:
             raise DoesNotFit(str(error)) from error.__cause__
         self.fitting.add(id(analyses))
@@ -345,6 +356,26 @@ class _Measuring:
             self.earlier.refuse_another([checkpoint], lambda _: ("weights_hash", weights))
             return {**source, "audit": UNAUDITED}
         return {**source, "audit": self.verdicts[checkpoint.name]}
+
+    def measure_nulls(self, audited: Sequence[Checkpoint]) -> None:
+        """Measure the null of each run on its last checkpoint; add to `failures` what cannot be measured."""
+        null = self.null
+        if null is None or self.options.share[0] > 0:
+            return
+        for run, checkpoint in {self.earlier.run_of(one): one for one in audited}.items():
+            self.progress(len(audited), len(audited), f"null of {run}")
+            _, fetched = next(_held := prefetch([checkpoint]))  # keep a reference: garbage collection stops a download
+            analyses = self.analyses[checkpoint.name]
+            try:
+                with self._opened(checkpoint, fetched) as opened:
+                    about: dict[str, Any] = {"run": run, "step": checkpoint.step, "tokens": checkpoint.tokens}
+                    for m in measure_null(null, opened, analyses, self.root, **about):
+                        if m.error is not None:
+                            self.result.failures.append(f"null of {m.analysis}: {m.error}")
+            except InputError as error:
+                if self.series.is_single:
+                    raise
+                self.result.failures.append(f"null of {run}: {error}")
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:
         """Measure the missing analyses on Ray workers, and yield each measurement once it is stored."""

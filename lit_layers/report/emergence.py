@@ -19,6 +19,7 @@ from lit_layers.clock.times_and_order import (
     few_seeds_sentence,
     layer_order_table,
     model_pairs,
+    null_step,
     order_table,
     p_before,
     times_of_run,
@@ -57,20 +58,40 @@ def time_text(time: Time | None) -> str:
     return axis_text(time.value) if low == high else f"{axis_text(time.value)} ({low} to {high})"
 
 
-def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step") -> str:
+def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step", confidence: float = 0.95) -> str:
     """Return a sentence such as `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`.
 
-    If the curve does not emerge, the sentence says so.
+    If the curve does not emerge, the sentence says so. If the curve has a null, the sentence ends with the step from
+    which on the curve differs from it.
     """
+    where = _place(axis)
+    return f"{curve.title}: {_times_text(times, where)}{_null_text(curve, where, confidence)}"
+
+
+def _place(axis: AxisName) -> str:
+    return "step" if axis == "step" else "token"
+
+
+def _null_text(curve: StepCurve, where: str, confidence: float) -> str:
+    """Return `, differs from its null from step 64 on`, or an empty string without a null or known errors."""
+    first = null_step(curve, confidence)
+    if first is None:
+        return ""
+    if math.isinf(first):
+        return ", does not differ from its null at the last checkpoint"
+    return f", differs from its null from {where} {axis_text(first)} on"
+
+
+def _times_text(times: EmergenceTimes, where: str) -> str:
     if times.halfway is None or times.peak is None:
-        return f"{curve.title}: does not emerge ({p_equation(times.p_value, LEAST_P)})"
-    halfway, where = time_text(times.halfway), "step" if axis == "step" else "token"
+        return f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
+    halfway = time_text(times.halfway)
     halfway = f"at {where} {halfway}" if halfway[0].isdigit() else halfway
     peak = "not yet" if math.isinf(times.peak.value) else f"at {axis_text(times.peak.value)}"
     if not times.emerges:
-        return f"{curve.title}: changes and comes back, farthest {peak}"
+        return f"changes and comes back, farthest {peak}"
     ends = ", moves at its first checkpoint" * times.before + ", still moves at its last checkpoint" * times.not_yet
-    return f"{curve.title}: half-way {halfway}, peak {peak}{ends}"
+    return f"half-way {halfway}, peak {peak}{ends}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -269,11 +290,13 @@ def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     Sentences for metrics that change and then return to their first value follow.
     """
     back = [pair for pair in model_pairs(clock, run) if pair[1].changes and not pair[1].emerges]
-    return [sentence(*pair, axis=axis) for pair in (*emerged_curves(clock, run), *back)]
+    look: Any = {"axis": axis, "confidence": clock.confidence}
+    return [sentence(*pair, **look) for pair in (*emerged_curves(clock, run), *back)]
 
 
-def _unchanged(clock: Clock, run: str) -> list[str]:
-    return [curve.title for curve, times in model_pairs(clock, run) if not times.changes]
+def _unchanged(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
+    flat = [curve for curve, times in model_pairs(clock, run) if not times.changes]
+    return [f"{curve.title}{_null_text(curve, _place(axis), clock.confidence)}" for curve in flat]
 
 
 def _figures(
@@ -307,7 +330,7 @@ def _page(clock: Clock, axis: AxisName, agreement: pd.DataFrame, content: dict[s
         clock=clock,
         runs=runs,
         sentences={run: _sentences(clock, run, axis) for run in clock.runs},
-        still={run: _unchanged(clock, run) for run in clock.runs},
+        still={run: _unchanged(clock, run, axis) for run in clock.runs},
         few_seeds=few_seeds_sentence(clock),
         agreement=agreement.to_dict("records"),
         agreed=agreement_sentence(agreement),

@@ -76,6 +76,21 @@ def curves_of(
     return curves
 
 
+def null_curves_of(
+    nulls: Iterable[Measurement], plain: dict[tuple[str, str], str], scalars: Scalars = "plotted"
+) -> dict[str, float]:
+    """Return the values of a run's nulls by the names of their curves: the name of the run's curve and the null's kind.
+
+    A tracker draws a null as a horizontal line if it gets these values at the first and at the last step.
+    """
+    by_kind = grouped(nulls, lambda m: m.provenance["null"]["kind"])
+    return {
+        f"{name}/null_{kind}": record.value
+        for kind, measured in by_kind.items()
+        for name, record in curves_of(measured, plain, scalars).items()
+    }
+
+
 def shown_records(measurement: Measurement) -> list[Record]:
     """Return the records worth plotting, of one variant per metric.
 
@@ -194,7 +209,7 @@ class WandbRun:
         # before the logger writes its first row, and that row may still take it.
         if self._is_shared and len(self._pending) > 1:
             self.flush()
-        self._pending[step] = {**values, self._axis: step}
+        self._pending[step] = {**self._pending.get(step, {}), **values, self._axis: step}
         if not self._is_shared:
             self.join(step)
 

@@ -117,6 +117,8 @@ class WandbMirror:
         if self._run is None:
             return
         with self._stop_on_error():
+            for row in self._null_rows():
+                self.log_step(*row)
             # Send no table for an interrupted run: it may be resumed, and then sends its table at its end.
             is_due = self._num_rows > self._num_before or None not in self._sent[shown.TABLE]
             if exit_code == 0 and is_due and (row := shown.end_of_run(self.root)):
@@ -196,7 +198,12 @@ class WandbMirror:
         self._steps |= {step for step, *_ in found}
         for row in records.rows(self.root / "metrics.jsonl"):
             found.append((int(row.pop("step")), row.pop("tokens", None), row, []))
-        return sorted(found, key=lambda each: each[0])
+        return [*sorted(found, key=lambda each: each[0]), *self._null_rows()]
+
+    def _null_rows(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
+        """Return the values of the run's nulls as rows at its first and last measured steps, as in `_file_rows`."""
+        values = shown.null_curves_of(records.read_nulls(self.root), self._plain, self.scalars)
+        return [(step, None, values, []) for step in sorted({min(self._steps), max(self._steps)})] if values else []
 
     def _send(self, step: int | None, row: dict[str, Any]) -> None:
         axis = {} if step is None else {shown.AXIS: step}
@@ -305,8 +312,11 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
             curves[logged_name(m, plain), record.metric][curve] = None
     if not curves:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
+    nulls = shown.null_curves_of(records.read_nulls(root), plain)
     for (analysis, metric), lines in curves.items():
-        chart = wr.LinePlot(title=look_up(metric).unit_title, y=[*lines], log_y=look_up(metric).log or None, **look)
+        own_nulls = [name for name in nulls if name.rpartition("/")[0] in lines]
+        own: dict[str, Any] = {"y": [*lines, *own_nulls], "log_y": look_up(metric).log or None}
+        chart = wr.LinePlot(title=look_up(metric).unit_title, **own, **look)
         charts.setdefault(sentence(analysis), []).append(chart)
     charts["Layers by steps"] = [
         wr.MediaBrowser(title=name, media_keys=[name], num_columns=1, gallery_axis="step")

@@ -20,6 +20,7 @@ from lit_layers.errors import InputError, root_folder
 from lit_layers.files import run_lock
 from lit_layers.measuring.ranks import OneProcess, Ranks, ranks_of
 from lit_layers.models.build import submodule, weights_hash
+from lit_layers.models.null import Null
 from lit_layers.models.own_networks import known_inside
 from lit_layers.schedule import Schedule, Steps
 from lit_layers.schema import refuse_below_one
@@ -242,6 +243,10 @@ class EmergenceCallback(_Scheduled):
             its controls and other variants), and one curve per layer only for the main metric of each analysis. `all`
             logs all numbers except those per pair of layers or per token position. A W&B run also gets the numbers that
             are not logged as curves, as pictures and in a table.
+        null: also measure, once at the end, what each curve is without training: its null, which is drawn as a grey
+            line. "blocks" measures the last model after the weights of its blocks, except norms, are initialized
+            again. "all" measures new weights. "labels" measures probes with permuted labels. The numbers are in
+            `root/null-blocks`, `root/null-all` or `root/null-labels`.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
@@ -261,10 +266,11 @@ class EmergenceCallback(_Scheduled):
         model: str | None = None,
         watchers: Sequence[Watcher] = (),
         scalars: Scalars = "plotted",
+        null: Null | None = None,
     ) -> None:
         super().__init__(steps, root, model)
         self.if_exists, self.run, self.saved_by = if_exists, run, None
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, null=null)
         refuse_below_one(tokens_per_step=tokens_per_step)
         self.tokens_per_step = tokens_per_step
         self._source: dict[str, Any] = {}
@@ -307,6 +313,7 @@ class EmergenceCallback(_Scheduled):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_step = _logging_step(trainer)
         self._act(trainer, pl_module, due=True)
+        self._measure_null(trainer, self._plain_model(pl_module))
         self.measurer.finish()
         if self.measurer.analyses:
             self.measurer.log_summary(self.schedule.steps_to(self.now(trainer), self._first))
@@ -326,6 +333,15 @@ class EmergenceCallback(_Scheduled):
         provenance = {"init_from": self._source} if self._source else {}
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
         self.measurer.measure(whole, step, self._tokens(trainer, step), provenance=provenance, **about)
+
+    def _measure_null(self, trainer: L.Trainer, model: nn.Module) -> None:
+        if self.measurer.null is None:
+            return
+        step, started = self.now(trainer), time.perf_counter()
+        with contextlib.suppress(NoRoomError):  # the last step recorded it as the error of each analysis
+            whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
+            self.measurer.measure_null(whole, step, self._tokens(trainer, step), loggers=trainer.loggers)
+        self.paused_seconds += time.perf_counter() - started
 
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:
         return origin_of(trainer).tokens_at(step, self._tokens_per_step(trainer))

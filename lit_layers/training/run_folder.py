@@ -23,6 +23,7 @@ from lit_layers.errors import InputError, refused
 from lit_layers.files.durable import replace_file, sync, write_json
 from lit_layers.identity import Lineage, drop_abandoned
 from lit_layers.models.build import save, true_vocab_size, weights_hash
+from lit_layers.models.null import Null
 from lit_layers.models.saved import load
 from lit_layers.schema import RUN_FILE, run_facts
 from lit_layers.series.checkpoint import Checkpoint
@@ -182,7 +183,8 @@ CONFIG_FILE, MEASUREMENTS, ABANDONED = "config.yaml", "measurements.jsonl", "aba
 _REQUIRED = ("run", "id", "config")
 # Patterns of the files that a watched training writes, and of those that `fit` writes. No other files are ever removed:
 # in the folder of a watched training, files such as config.yaml may belong to the user.
-_WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html")
+_NULLS = tuple(f"null-{kind}" for kind in get_args(Null))
+_WATCHED = (RUN_FILE, MEASUREMENTS, f"step-{'[0-9]' * 9}*", ".tmp-step-*", "values", ABANDONED, "report.html", *_NULLS)
 _FITTED = (*_WATCHED, CONFIG_FILE, "metrics.jsonl", "step-*", "resume", "wandb/*")
 # Options that a resumed run may change: neither the order of the data nor the weights depend on them. `decay_steps` is
 # the exception: `check_same_run` compares it by `_decay_end`, which replaces None by `max_steps`.

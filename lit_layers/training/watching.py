@@ -20,9 +20,11 @@ from lit_layers.errors import InputError, first_line, first_sentence, root_folde
 from lit_layers.files import run_lock
 from lit_layers.identity import Lineage, plain_settings, warn_of_other_versions
 from lit_layers.measuring import one_model, undisturbed
+from lit_layers.measuring.nulls import check_null, measure_null
 from lit_layers.measuring.one_model import Opened, Visit, measure_unless_done
 from lit_layers.measuring.ranks import START_TIMEOUT, OneProcess, Ranks, ranks_of
 from lit_layers.models.build import plain_model, weights_hash
+from lit_layers.models.null import Null
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Store
 from lit_layers.report.logged_numbers import (
@@ -33,6 +35,7 @@ from lit_layers.report.logged_numbers import (
     are_maps_due,
     curves_of,
     layer_maps,
+    null_curves_of,
     writer_of,
 )
 from lit_layers.schedule import Schedule, Steps
@@ -76,7 +79,11 @@ class StepMeasurer:
         run: str | None = None,
         watchers: Sequence[Watcher] = (),
         scalars: Scalars = "plotted",
+        null: Null | None = None,
     ) -> None:
+        if null not in (None, *(kinds := get_args(Null))):
+            raise InputError(f"null: expected one of {', '.join(kinds)}, got {null!r}")
+        self.null: Null | None = null
         if scalars not in (choices := get_args(Scalars)):
             raise InputError(f"scalars: expected one of {', '.join(choices)}, got {scalars!r}")
         self.scalars: Scalars = scalars
@@ -115,6 +122,8 @@ class StepMeasurer:
         with undisturbed.restore_random_state():
             for analysis in self.analyses:
                 analysis.check(view)
+        if self.null is not None:
+            check_null(self.null, self.analyses, model)
 
     def begin(self, steps: Steps) -> None:
         """Read the measurements that the run's folder already holds, and log which analyses will run."""
@@ -171,6 +180,28 @@ class StepMeasurer:
         if is_first:
             self.ranks.from_first(functools.partial(_refuse, refusals))
 
+    def measure_null(self, model: nn.Module, step: int, tokens: int | None, *, loggers: Sequence[Any] = ()) -> None:
+        """Measure the null of the run on its last model, and log it at the first and the last measured step.
+
+        Every rank must call this. A failure is logged as a warning.
+        """
+        if self.null is None or not self.analyses:
+            return
+        rank_zero_info(f"measures the null of the run ({self.null})")
+        fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))
+        about: dict[str, Any] = {"run": str(self.run), "step": step, "tokens": tokens, "ranks": self.ranks}
+        try:
+            found = measure_null(self.null, Opened(model, fingerprint), self.analyses, self.root, **about)
+        except Exception as error:  # a null that cannot be measured must not end the training
+            logger.warning("the null is not measured: %s", first_line(error))
+            return
+        for measurement in found:
+            if measurement.error is not None:
+                logger.warning("the null of %s failed: %s", measurement.analysis, measurement.error)
+        values = null_curves_of(records.read_nulls(self.root), self._plain, self.scalars)
+        for at in {min(self._measured, default=step), step} if values and self.ranks.rank == 0 else ():
+            self._write(at, values, loggers)
+
     def fail(self, step: int, tokens: int | None, reason: str, *, loggers: Sequence[Any] = ()) -> None:
         """Record for every analysis the reason why it could not run at a step."""
         for analysis in self.analyses:
@@ -194,8 +225,7 @@ class StepMeasurer:
             self._failed |= {measurement.step or 0}
         else:
             self._row.append(measurement)
-        # Leave out loggers that are also watchers: they receive the measurement below.
-        self._loggers = tuple(each for each in loggers if not hasattr(type(each), "measured"))
+        self._loggers = tuple(loggers)
         for watcher in self.watchers:
             watcher.measured(measurement)
 
@@ -207,18 +237,21 @@ class StepMeasurer:
         measured, self._row = self._row, []
         if not measured or (step := measured[0].step) is None:
             return
-        log_step = self.log_steps.get(step, step)
         curves = curves_of(measured, self._plain, self.scalars)
         row: dict[str, Any] = {name: record.value for name, record in curves.items()}
         tokens = next((each.tokens for each in measured if each.tokens is not None), None)
         row |= {} if tokens is None else {TOKENS: tokens}
-        row |= {} if log_step == step else {STEP: step}
-        for destination in self._loggers:
+        self._write(step, row, self._loggers, with_maps=are_maps_due(len(self._measured)))
+
+    def _write(self, step: int, row: dict[str, Any], loggers: Sequence[Any], *, with_maps: bool = False) -> None:
+        log_step = self.log_steps.get(step, step)
+        row = row | ({} if log_step == step else {STEP: step})
+        # Leave out loggers that are also watchers: they receive the measurements themselves.
+        for destination in [each for each in loggers if not hasattr(type(each), "measured")]:
             try:
                 writer = self._writer_of(destination)
                 if isinstance(writer, WandbRun):
-                    is_due = are_maps_due(len(self._measured))
-                    writer.row(log_step, row | (layer_maps(self.root) if is_due else {}))
+                    writer.row(log_step, row | (layer_maps(self.root) if with_maps else {}))
                 elif writer is not None:
                     writer.log_metrics(dict(row), step=log_step)
             except Exception as error:  # a failing logger must not end the training
@@ -321,6 +354,7 @@ class Watch:
         watchers: objects that are called when each analysis starts and ends.
         scalars: which numbers the loggers get as curves over steps, `plotted` or `all`, as `EmergenceCallback`
             explains.
+        null: the null to measure once, when the watch is closed, as `EmergenceCallback` explains.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are
@@ -345,12 +379,13 @@ class Watch:
         loggers: Sequence[MetricsLogger] = (),
         watchers: Sequence[Watcher] = (),
         scalars: Scalars = "plotted",
+        null: Null | None = None,
         _saved_by: str | None = None,
     ) -> None:
         for each in loggers:
             if not hasattr(each, "log_metrics") and writer_of(each) is None:
                 raise InputError(f"loggers: expected loggers of Lightning or runs of W&B, got {each!r}")
-        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars)
+        self.measurer = StepMeasurer(analyses, root, run=run, watchers=watchers, scalars=scalars, null=null)
         self.model, self.schedule = plain_model(model), Schedule(steps)
         self.save, self.tokenizer, self.tokens_per_step = save, tokenizer, tokens_per_step
         self.loggers, self.now, self.paused_seconds = list(loggers), first_step, 0.0
@@ -417,6 +452,8 @@ class Watch:
         """
         try:
             self._act(due=is_last)
+            if is_last and not self._closed:
+                self.measurer.measure_null(self.model, self.now, self._tokens, loggers=self.loggers)
             self.measurer.finish()
             if self.measurer.analyses and not self._closed:
                 self.measurer.log_summary(self.schedule.steps_to(self.now, self._first))
@@ -450,6 +487,10 @@ class Watch:
         else:
             self.give_up()
 
+    @property
+    def _tokens(self) -> int | None:
+        return None if self.tokens_per_step is None else self.now * self.tokens_per_step
+
     def _act(self, due: bool) -> None:
         if not due or self.now == self._last:
             return
@@ -457,9 +498,8 @@ class Watch:
         if self.save:
             write = functools.partial(save_step, self.model, self.measurer.root, self.now, self.tokenizer)
             self.measurer.ranks.from_first(write)
-        tokens = None if self.tokens_per_step is None else self.now * self.tokens_per_step
         is_first = self.now == self._first
-        self.measurer.measure(self.model, self.now, tokens, loggers=self.loggers, is_first=is_first)
+        self.measurer.measure(self.model, self.now, self._tokens, loggers=self.loggers, is_first=is_first)
         self.paused_seconds += time.perf_counter() - started
 
 

@@ -51,7 +51,8 @@ def analyses() -> list[Analysis]:
 def watching(root: Path, found: Sequence[Analysis]) -> list[L.Callback]:
     """Return the callbacks of a watched run."""
     run_log = RunLog(root)
-    return [run_log, SeriesCheckpoint(STEPS, root), EmergenceCallback(found, STEPS, root, watchers=[run_log])]
+    callback = EmergenceCallback(found, STEPS, root, watchers=[run_log], null="blocks")
+    return [run_log, SeriesCheckpoint(STEPS, root), callback]
 
 
 def strategy(ranks: int = 2) -> ModelParallelStrategy:
@@ -262,6 +263,8 @@ def test_sharded_measurements_equal_those_of_one_rank_and_have_the_hash_of_the_s
         if measurement.error is None:
             saved = load(step_folder(folder / "watched", measurement.step or 0))
             assert measurement.provenance["weights_hash"] == weights_hash(saved)
+    nulls = [[m.analysis for m in records.read_nulls(root)] for root in (alone[0], folder / "watched")]
+    assert nulls == [["trajectory", "lens"]] * 2
 
 
 def test_sharded_training_ends_in_equal_bits_with_and_without_analyses(folder):

@@ -106,7 +106,7 @@ def watched_run(root: Path, ranks: int) -> int:
     probe = NextTokenProbe(train=RandomText(8), test=RandomText(3), **watched)
     analyses = [Slow(), Failing(), *(kind(batches=text) for kind in (Trajectory, Lens))]
     analyses += [Coupling(batches=text, k=(2,)), probe]
-    watch = EmergenceCallback(analyses, [1], root, watchers=[run_log])
+    watch = EmergenceCallback(analyses, [1], root, watchers=[run_log], null="blocks")
     callbacks = [Impatient(), run_log, SeriesCheckpoint([1], root), watch, ResumeCheckpoint(root, every=2)]
     options = {"devices": ranks, "strategy": "ddp" if ranks > 1 else "auto", "log_every_n_steps": 1}
     fit(root, callbacks, steps=3, module=module(dropout=0.0), **options)
@@ -142,6 +142,15 @@ def test_two_ranks_record_every_analysis_once_in_order_with_the_same_values(runs
         for a, b in zip(first.records, second.records, strict=True):
             assert (a.metric, a.layer, a.tags) == (b.metric, b.layer, b.tags)
             assert a.value == pytest.approx(b.value, rel=1e-3, abs=1e-4)
+
+
+def test_two_ranks_measure_the_null_once_with_the_same_values(runs):
+    one, two = (records.read_nulls(runs[ranks]) for ranks in (1, 2))
+    assert [(m.step, m.analysis) for m in one] == [(m.step, m.analysis) for m in two]
+    assert len(two) == 6 - 1  # one analysis always fails
+    for first, second in zip(one, two, strict=True):
+        values = [[record.value for record in m.records] for m in (first, second)]
+        np.testing.assert_allclose(*values, rtol=0.05, atol=0.01)
 
 
 def test_two_ranks_store_the_values_of_all_prompts_in_the_order_of_one_rank(runs):

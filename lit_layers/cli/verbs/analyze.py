@@ -12,6 +12,7 @@ from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
 from lit_layers.errors import InputError
 from lit_layers.measuring.offline import follow as follow_folder
+from lit_layers.models.null import Null
 from lit_layers.schema import COUNT_OR_NONE
 from lit_layers.series import Series
 
@@ -33,12 +34,16 @@ class AnalysisOptions:
             coupling,lens,prompt_entropy; not together with --analyses
         analyses: what to measure, as a list of classes with options (default: the analyses of the training run,
             otherwise Trajectory, Representation and Coupling)
+        null: also measure what the curves are without training, on the last checkpoint: after the weights of its
+            blocks, or all its weights, are initialized again, or with permuted labels of probes. Figures show it as a
+            grey line
     """
 
     corpus: str = OWN_CORPUS
     tokenizer: str | None = OWN_TOKENIZER
     metrics: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
+    null: Null | None = None
 
 
 def analyze(
@@ -68,8 +73,11 @@ def analyze(
     command = Command(recipe)
     tokenizer = None if chosen.tokenizer == OWN_TOKENIZER else chosen.tokenizer
     if follow or patience is not None:
+        if chosen.null is not None:
+            raise InputError("null: is measured on the last checkpoint: leave it out of --follow, and measure it later")
         return _follow(command, checkpoints, tokenizer, patience)
-    return measure(command.series(checkpoints), checkpoints, command.analyses, _report, tokenizer=tokenizer)
+    about: Any = {"tokenizer": tokenizer, "null": chosen.null}
+    return measure(command.series(checkpoints), checkpoints, command.analyses, _report, **about)
 
 
 def _follow(command: "Command", options: Checkpoints, tokenizer: str | None, patience: int | None) -> int:

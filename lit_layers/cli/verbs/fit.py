@@ -24,6 +24,7 @@ from lit_layers.cli.process import Show, bar, finish_first
 from lit_layers.errors import InputError
 from lit_layers.files import run_lock
 from lit_layers.identity import latest
+from lit_layers.models.null import Null
 from lit_layers.report import WandbMirror, write_report
 from lit_layers.schema import COUNT, RUN_FILE, SEED, refuse_outside
 from lit_layers.training import EmergenceCallback, SeriesCheckpoint, run_folder
@@ -69,6 +70,8 @@ class RunOptions:
         corpus: the text; recipes refer to it as ${corpus}
         tokenizer: the tokenizer; recipes refer to it as ${tokenizer}
         analyses: what to measure at these steps, as a list of classes with options
+        null: also measure once, at the end, what the curves are without training: the weights of blocks, or all
+            weights, are initialized again, or the labels of probes are permuted. A recipe needs quotes: "null": blocks
         wandb: send the run to W&B, as --config wandb_configs/default.yaml does
         expected: values that other runs reached, by scalar and step, such as {validation/loss: {600000: 2.85}}; the end
             of the run prints how far its own values are from them
@@ -85,6 +88,7 @@ class RunOptions:
     corpus: str | None = None
     tokenizer: str | None = None
     analyses: list[Analysis] = field(default_factory=list)
+    null: Null | None = None
     wandb: WandbMirror | None = None
     expected: dict[str, dict[int, float]] | None = None
 
@@ -128,7 +132,8 @@ class Run:
         options = self.options
         run_log = RunLog(self.root, self.mirror, resume=self.folder.resume)
         self.series = SeriesCheckpoint(options.steps, self.root)
-        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, watchers=[run_log])
+        measuring: Any = {"watchers": [run_log], "null": options.null}
+        self.emergence = EmergenceCallback(options.analyses, options.steps, self.root, **measuring)
         self.resumable = ResumeCheckpoint(self.root, every=options.resume_every)
         theirs = given.get("callbacks") or []
 
