@@ -28,12 +28,14 @@ from lit_layers.functional.coupling import (
     linearized_rollout,
     singular_factors,
 )
+from lit_layers.functional.jacobian.atlas import JacobianShape, jacobian_shape
 from lit_layers.functional.jacobian.block_jacobians import block_jacobian, token_positions
 from lit_layers.models.view import Batch, LayeredModel, Trajectory, convert_states, evenly_spread, final_norm
 from lit_layers.records import Record
 
 # Position of each named token. "mean_patch" is left out because it means several tokens.
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
+SHAPE = tuple(f"jacobian_{field}" for field in JacobianShape._fields[:-1])  # all but the residual
 
 
 @dataclass(kw_only=True)
@@ -53,6 +55,14 @@ class Coupling(Analysis):
     Per layer: `singular_value` (tag `index`), `jacobian_norm` and `linearized_rollout`, the cosine of the token's state
     with the state that linearized blocks reach. Over depth: `spectrum_slope` and `spectrum_r_squared`. They describe a
     line fitted over depth to the reciprocal of the largest singular value of each block's Jacobian.
+
+    Also per layer, the shape of the block's Jacobian J (see `lit_layers.functional.jacobian.atlas`):
+    `jacobian_non_normality`, `jacobian_symmetric_share` and `jacobian_effective_rank`; `jacobian_leading_eigenvalue`,
+    relative to the largest singular value; the cosines of its eigenvector with the leading singular directions,
+    `jacobian_eigenvector_output_cosine` and `jacobian_eigenvector_input_cosine`. The eigenvalue and the cosines are
+    undefined where their iteration did not converge (tag `num_undefined`). Their means are then over prompts whose
+    leading eigenvalue stands out. All 156 Jacobians of two trained models converged (widths 128 and 576), and 25 of 32
+    of an untrained GPT-2 of width 768.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
     tokens. With `token="mean_patch"`, every metric is computed at `num_patches` evenly spread patches of an image (None
@@ -192,6 +202,7 @@ class _Blocks:
             "norms": norms.masked_fill(broken, math.nan),
             "undefined": undefined,
         }
+        values |= zip(SHAPE, jacobian_shape(finite, factors, undefined="nan")[:-1], strict=True)
         return finite, factors, values
 
     def _coupling_row(self, i: int, jacobian: Tensor, bases: Factors, undefined: Tensor) -> dict[str, Tensor]:
@@ -284,6 +295,8 @@ def _block_samples(by_name: dict[Any, Tensor], fit_from: int, tokens: int) -> It
     for block in range(blocks):
         yield _means("jacobian_norm", by_name["norms"][block], layer=block + 1, tokens=tokens)
         yield _means("linearized_rollout", by_name["rollout"][block], layer=block + 1, tokens=tokens)
+        for metric in SHAPE:
+            yield _means(metric, by_name[metric][block], layer=block + 1, tokens=tokens)
         for index, values in enumerate(by_name["values"][block], start=1):
             yield _means("singular_value", values, layer=block + 1, tags={"index": index}, tokens=tokens)
     yield _means("linearized_rollout", by_name["rollout"][-1], tokens=tokens)

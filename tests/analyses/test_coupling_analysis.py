@@ -12,7 +12,11 @@ from lit_layers.models.view import LayeredModel
 from tests.analyses.whole_jacobians import copy_without_block_2, coupling_by_loops, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
+from tests.support.references import jacobian_shape_of
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
+
+SHAPE = ("non_normality", "symmetric_share", "effective_rank")
+SHAPE += ("leading_eigenvalue", "eigenvector_output_cosine", "eigenvector_input_cosine")
 
 
 def run(model, *batches, **options):
@@ -86,6 +90,9 @@ def test_every_record_equals_the_definition_applied_to_the_running_model(model):
         assert records.pop(("linearized_rollout", layer, None)).value == pytest.approx(cosine.mean())
         norms = np.linalg.norm(jacobians[:, layer - 1], axis=(1, 2))
         assert records.pop(("jacobian_norm", layer, None)).value == pytest.approx(norms.mean())
+        shapes = np.mean([jacobian_shape_of(jacobian) for jacobian in jacobians[:, layer - 1]], 0)
+        for metric, value in zip(SHAPE, shapes, strict=True):
+            assert records.pop((f"jacobian_{metric}", layer, None)).value == pytest.approx(value, rel=1e-6)
         for index in range(1, 5):
             record = records.pop(("singular_value", layer, None, ("index", index)))
             assert record.value == pytest.approx(spectra[:, layer - 1, index - 1].mean())
@@ -131,6 +138,7 @@ def test_a_dead_block_has_no_pairs_and_never_enters_a_mean(model):
     k = ("k", 6)
     assert ("coupling_pair", 2, 1, k) not in records
     assert records["jacobian_norm", 2, None].value == 0
+    assert {key[1] for key in records for metric in SHAPE if key[0] == f"jacobian_{metric}"} == {1, 3}
     assert {key[1:3] for key in records if key[0] == "coupling_pair"} == {(1, 1), (1, 3), (3, 1), (3, 3)}
     missing = {"coupling": 8, "excess_coupling": 8, "coupling_with_diagonal": 10}  # of 2 x 6 and 2 x 9 pairs
     for metric, number in missing.items():

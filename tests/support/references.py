@@ -1,9 +1,11 @@
 """Random numbers, rotations and reference implementations of formulas, for tests of several functions."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.linalg import orth
 from torch import Tensor
 
 
@@ -15,6 +17,24 @@ def rotation(dim: int, seed: int = 0) -> Tensor:
     """Return a Haar-distributed rotation or reflection; without the signs of R, QR by Householder would be biased."""
     q, r = torch.linalg.qr(normal(dim, dim, seed=seed))
     return q * r.diagonal().sign()
+
+
+def jacobian_shape_of(matrix: Any) -> list[Any]:
+    """Return the fields of `JacobianShape` without the residual, from full decompositions."""
+    left, values, right = np.linalg.svd(matrix)
+    eigenvalues, vectors = np.linalg.eig(matrix)
+    first = np.abs(eigenvalues).argmax()
+    plane = orth(np.stack([np.real(vectors[:, first]), np.imag(vectors[:, first])], 1), rcond=1e-10)
+    commutator = matrix.T @ matrix - matrix @ matrix.T
+    symmetric = (matrix + matrix.T) / 2
+    return [
+        np.linalg.norm(commutator) / np.linalg.norm(matrix.T @ matrix) / 2**0.5,
+        (symmetric**2).sum() / (matrix**2).sum(),
+        (values**2).sum() ** 2 / (values**4).sum(),
+        np.abs(eigenvalues[first]) / values[0],
+        np.linalg.norm(plane.T @ left[:, 0]),
+        np.linalg.norm(plane.T @ right[0]),
+    ]
 
 
 def ranks(values: list[float]) -> list[float]:
