@@ -13,6 +13,7 @@ from torch import nn
 
 from lit_layers import plots, records
 from lit_layers.analyses import metric_names
+from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.data.batches import Batches, GivenBatches, encode_texts, to_batches
 from lit_layers.errors import InputError
 from lit_layers.figures.chart import Chart, Panels
@@ -195,7 +196,8 @@ def layers(
         raise InputError(f"batches: {type(network).__name__} sees images: give a DataLoader of them")
     else:
         given, few = _text_batches(view, texts, _tokenizer(model, tokenizer), max_tokens)
-    analyses = metric_names.make_analyses([*selected], given, few)
+    pairs = lambda: MinimalPairs(tokenizer=_tokenizer(model, tokenizer))  # noqa: E731
+    analyses = metric_names.make_analyses([*selected], given, few, pairs)
     run, fingerprint = name or _run_name(model), weights_hash(network)
     facts: dict[str, Any] = {"run": run, "step": None, "weights_hash": fingerprint}
     measurements = []

@@ -7,9 +7,9 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_495
-CHARACTERS = 1_364_817
-FILES = 175
+LINES = 28_700
+CHARACTERS = 1_374_924
+FILES = 177
 FILES_IN_A_FOLDER = 16
 
 SOURCE = '''"""A docstring

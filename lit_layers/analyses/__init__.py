@@ -6,6 +6,7 @@ from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.context_use import AttentionPatterns, InContext, Induction, NgramAgreement
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
 from lit_layers.analyses.jacobian_lens import JacobianLens
+from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.analyses.order_states import OrderStates
 from lit_layers.analyses.probes.label_probe import AttentiveProbe, LabelProbe
 from lit_layers.analyses.probes.next_token_probe import NextTokenProbe
@@ -39,6 +40,7 @@ __all__ = [
     "LabelProbe",
     "LayerSimilarity",
     "Lens",
+    "MinimalPairs",
     "NextTokenProbe",
     "NextTokenResidual",
     "NgramAgreement",

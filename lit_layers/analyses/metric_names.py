@@ -1,15 +1,16 @@
 """Find analyses by their own names or by the names of their metrics.
 
-Analyses that need data other than batches are not included.
+Analyses that need data other than batches are not included, except `MinimalPairs`, whose data comes with the package.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from lit_layers import functional, metrics
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.context_use import AttentionPatterns
 from lit_layers.analyses.depth_coupling import Coupling
+from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.readout_scores import Lens
 from lit_layers.analyses.representation import (
@@ -30,6 +31,7 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     Representation: ("representation",),
     Coupling: ("coupling",),
     Lens: ("lens",),
+    MinimalPairs: ("minimal_pairs",),
     StateGeometry: ("geometry",),
     PooledStates: ("pooled",),
     AttentionPatterns: ("attention",),
@@ -83,14 +85,20 @@ def find_analyses(names: Sequence[str]) -> dict[str, set[str] | None]:
     return chosen_metrics
 
 
-def make_analyses(names: Sequence[str], batches: Batches, few: Batches) -> list[Analysis]:
+def make_analyses(
+    names: Sequence[str], batches: Batches, few: Batches, pairs: Callable[[], MinimalPairs]
+) -> list[Analysis]:
     """Return the requested analyses with default options; costly ones read the `few` batches.
+
+    `pairs` makes `MinimalPairs`, which needs the tokenizer of the model instead of batches.
 
     Raises:
         InputError: if there is no name, or an unknown one.
     """
     return [
-        cast("Any", NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
+        pairs()
+        if name == MinimalPairs.name
+        else cast("Any", NAMES[name])(batches=few if issubclass(NAMES[name], COSTLY) else batches)
         if name in NAMES
         else StateMetric(metric=getattr(functional, name), batches=batches)
         for name in find_analyses(names)

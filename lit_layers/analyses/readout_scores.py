@@ -256,10 +256,19 @@ class Lens(ReadoutAnalysis):
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **fields)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        rows = rows_of(self.name, seen, batch)
-        values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # for a batch without rows to score
-        values += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
-        return Sums.add_up(torch.cat(values, dim=-1), rows, len(seen.mask))._asdict()
+        return layer_sums(self.name, seen, batch)._asdict()
+
+
+def layer_sums(name: str, seen: Trajectory, batch: Batch) -> Sums:
+    """Return the sums of each prompt's scores for the readout of every layer; the last layer is the model's own output.
+
+    Raises:
+        InputError: as in `rows_of`.
+    """
+    rows = rows_of(name, seen, batch)
+    values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # for a batch without rows to score
+    values += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
+    return Sums.add_up(torch.cat(values, dim=-1), rows, len(seen.mask))
 
 
 def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:

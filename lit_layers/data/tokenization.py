@@ -39,6 +39,7 @@ class TextTokenizer:
     tokenizer: Tokenizer
     end_of_text: str
     companions: dict[str, Path] = field(default_factory=dict)
+    bos_id: int | None = None  # id of the `bos_token` in tokenizer_config.json, if it names one
 
     @property
     def end_of_text_id(self) -> int:
@@ -187,15 +188,15 @@ def _load(main: Path, companions: dict[str, Path]) -> TextTokenizer:
     except Exception as error:  # `tokenizers` raises only bare Exceptions
         raise InputError(f"{main} is no fast tokenizer of the `tokenizers` library ({error})") from error
     config = _read_json(companions[CONFIG]) if CONFIG in companions else {}
-    eos = config.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
+    named = (config.get(name) for name in ("bos_token", "eos_token"))
+    bos, eos = (token.get("content") if isinstance(token, dict) else token for token in named)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokens = (token for token in (eos, *ENDS) if isinstance(token, str))
     end = next((token for token in tokens if tokenizer.token_to_id(token) is not None), None)
     if end is None:
         raise InputError(f"the tokenizer {main} has no token to end a document: name one as eos_token in {CONFIG}")
-    loaded = TextTokenizer(tokenizer, end, companions)
+    loaded = TextTokenizer(tokenizer, end, companions, tokenizer.token_to_id(bos) if isinstance(bos, str) else None)
     if config.get("add_eos_token") is True and eos == loaded.end_of_text:
         _add_end(loaded)
     return loaded

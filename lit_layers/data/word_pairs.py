@@ -167,7 +167,7 @@ def _read(path: Path) -> Any:
     """
     import pandas as pd
 
-    table = _table(path)
+    table = read_table(path, "word pairs")
     names = [str(name) for name in table.columns]
     if (found := next((pair for pair in KNOWN_COLUMNS if set(pair) <= set(names)), None)) is None:
         expected = " or ".join(map(" and ".join, KNOWN_COLUMNS))
@@ -192,7 +192,12 @@ def _word(value: Any) -> str:
     return str(value).split("/")[0].strip()
 
 
-def _table(path: Path) -> Any:
+def read_table(path: Path, kind: str) -> Any:
+    """Return a parquet, CSV or TSV file as a table; cells of CSV and TSV files are strings.
+
+    Raises:
+        InputError: The file cannot be read. The message says that it is no table of `kind`.
+    """
     import pandas as pd
     import pyarrow as pa
 
@@ -202,4 +207,4 @@ def _table(path: Path) -> Any:
         separator = "\t" if path.suffix == ".tsv" else ","
         return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)  # "null" and "nan" are words
     except (pa.ArrowInvalid, pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError, OSError) as error:
-        raise InputError(f"{path} is no table of word pairs ({error}): copy it again") from error
+        raise InputError(f"{path} is no table of {kind} ({error}): copy it again") from error

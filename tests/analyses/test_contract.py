@@ -47,7 +47,7 @@ STRANGE = "§" * 6  # made of tokens that no other text has
 # Analyses that take a second or more.
 LONG = ("MtebTask", "NextTokenProbe", "PromptStudies", "AttentiveProbe", "TokenCoupling", "CrossTokenInfluence")
 LONG += ("AttentionPatterns", "CouplingMatrices", "Representation", "StateGeometry", "OrderStates", "SampleSizeSweep")
-LONG += ("Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions")
+LONG += ("Probe", "NextTokenResidual", "JacobianLens", "Coupling", "LabelProbe", "Interventions", "Benchmarks")
 KINDS = [
     pytest.param(name, marks=[pytest.mark.soak] * (name in LONG))
     for name in sorted(each.__name__ for each in every_analysis.analysis_classes())
@@ -61,11 +61,11 @@ LAYERLESS = ("changed_fraction", "infonce_chance", "infonce_chance_of_half", "co
 ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_coupling", "random_coupling")
 ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
 # Analyses of the whole model: the plane is that of the last layer, and orders have all or most blocks.
-WHOLE_MODEL = ("PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
+WHOLE_MODEL = ("Benchmarks", "PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
 UNDEFINED = "num_undefined"
 SAME_PROMPTS = (analyses.LayerSimilarity, analyses.LabelProbe, analyses.AttentiveProbe, analyses.Probe)
 # Their texts are drawn or belong to the task, so no broken text can be added.
-OWN_TEXTS = ("Induction", "MtebTask")
+OWN_TEXTS = ("Induction", "MtebTask", "Benchmarks")
 
 
 class World(NamedTuple):
@@ -260,6 +260,9 @@ def add_broken_prompt(analysis: Any, strange: list[int], folder: Path) -> Analys
         shutil.copytree(folder / "moods", folder / "strange", dirs_exist_ok=True)
         write_csv(folder / "strange" / "test.csv", [*labelled(18, first=36), (STRANGE, "sad")])
         options["task"] = ProbeTask("moods", str(folder / "strange"))
+    if isinstance(analysis, analyses.MinimalPairs):
+        (folder / "strange.csv").write_text(f"{Path(analysis.pairs).read_text()}{STRANGE},{STRANGE}.,verb\n")
+        options["pairs"] = str(folder / "strange.csv")
     if isinstance(words := getattr(analysis, "words", None), WordPairs):
         table = pd.read_parquet(words.source)
         table.loc[len(table)] = {**table.loc[0], "word": "sing", "answers": [STRANGE]}
@@ -413,7 +416,7 @@ def test_a_lens_of_a_broken_model_has_only_ranks_of_layers_before_the_broken_blo
 @pytest.mark.soak
 def test_a_model_in_half_precision_is_measured_in_float32(folder):
     """Lens, Interventions and benchmarks run in the model's own precision and have tests in their own files."""
-    own = ("Lens", "Interventions", "MtebTask", "NextTokenProbe")
+    own = ("Lens", "Interventions", "MinimalPairs", "Benchmarks", "MtebTask", "NextTokenProbe")
     given = [each for each in every_analysis.text_analyses(folder) if type(each).__name__ not in own]
     half = tiny("gpt2", torch.bfloat16, vocab_size=every_analysis.VOCABULARY)
     half_results, float_results = (list(outcomes(each, given)) for each in (half, copy.deepcopy(half).float()))

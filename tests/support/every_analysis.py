@@ -13,9 +13,11 @@ from lit_layers.data import GivenTexts
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.entropy import effective_rank
+from lit_layers.tasks.benchmarks import Benchmarks
 from lit_layers.tasks.catalogue import resolve
 from lit_layers.tasks.mteb_scores import MtebTask
 from lit_layers.tasks.probe_task import ProbeTask
+from tests.support.benchmark_rows import write_tasks
 from tests.support.data_mapping import write_mapping
 from tests.support.labelled_texts import labelled, write_csv
 from tests.support.listed_batches import Listed
@@ -26,6 +28,7 @@ _WORDS = {
     "plural": [("song", "songs"), ("number", "numbers"), ("verb", "verbs")],
     "past": [("play", "played"), ("sing", "sang"), ("hear", "heard")],
 }
+_PAIRS = "good,bad,condition\nShe sings.,She sing.,verb\nThey sing.,They sings.,verb\nA song.,A songs.,noun\n"
 # Public names of `lit_layers.analyses` that are not analyses.
 _BASES = (Analysis, Jobs, Rows, Values)
 
@@ -33,7 +36,7 @@ _BASES = (Analysis, Jobs, Rows, Values)
 def analysis_classes() -> set[type[Analysis]]:
     """Return the classes of the package's analyses."""
     public = (getattr(lit_layers.analyses, name) for name in lit_layers.analyses.__all__)
-    return {kind for kind in public if kind not in _BASES} | {MtebTask}
+    return {kind for kind in public if kind not in _BASES} | {MtebTask, Benchmarks}
 
 
 def prompts() -> Listed:
@@ -68,11 +71,13 @@ def save_inputs(folder: Path) -> Path:
         for one, other in pairs
     ]
     pd.DataFrame(rows).to_parquet(folder / "pairs.parquet")
+    (folder / "minimal_pairs.csv").write_text(_PAIRS)
     draw = np.random.default_rng(0)
     songs = [text for text, _ in labelled(20)]
     stsb = {"sentence1": songs, "sentence2": songs[::-1], "score": draw.integers(0, 5, len(songs)).astype(float)}
     (write_mapping(folder / "mteb") / "glue").mkdir()
     pd.DataFrame(stsb).to_parquet(folder / "mteb" / "glue" / "stsb_test.parquet")
+    write_tasks(folder / "mteb" / "benchmarks")
     return folder
 
 
@@ -129,7 +134,9 @@ def text_analyses(folder: Path) -> list[Analysis]:
         lit_layers.analyses.Probe(task=task, tokenizer=tokenizer, tolerance=1e-4),
         lit_layers.analyses.SampleSizeSweep(task=task, tokenizer=tokenizer, layers=[0, 2], num_seeds=2),
         lit_layers.analyses.ConceptAlignment(words=WordPairs(str(folder / "pairs.parquet"), tokenizer, batch_size=4)),
+        lit_layers.analyses.MinimalPairs(tokenizer=tokenizer, pairs=str(folder / "minimal_pairs.csv")),
         lit_layers.analyses.Invariance(texts=texts, tokenizer=tokenizer, num_halves=2, **views),
+        Benchmarks(tasks=("arc_challenge", "lambada"), tokenizer=tokenizer, folder=folder / "mteb", limit=2),
         MtebTask(task=spec, tokenizer=tokenizer, results=folder / "results"),
     ]
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from lit_layers.analyses import metric_names
 from lit_layers.analyses.base import Analysis
+from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.cli.measuring import Checkpoints, Outcome, Target, measure
 from lit_layers.cli.options import Recipe
 from lit_layers.data import EvalText
@@ -175,7 +176,7 @@ def _default_analyses(names: Sequence[str], corpus: str, tokenizer: str, limit: 
     """Return the named analyses, on texts no longer than the model's context."""
     text = EvalText(corpus, tokenizer, num_sequences=16, num_tokens=min(128, limit or 128))
     few = EvalText(corpus, tokenizer, num_sequences=8, num_tokens=min(64, limit or 64))
-    return metric_names.make_analyses(names, text, few)
+    return metric_names.make_analyses(names, text, few, lambda: MinimalPairs(tokenizer=tokenizer, corpus=corpus))
 
 
 def _report(outcome: Outcome) -> bool:
