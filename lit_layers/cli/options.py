@@ -62,6 +62,7 @@ _REWORDED = (
     (r"^Group '(.+?)' does not accept option '(.+?)'.*", r"unknown key \1.\2 in the recipe"),
     (r"^Option '(.+?)' is not accepted.*", r"unknown key \1 in the recipe"),
     (r"^Unexpected config: ?(.*)", r"expected a recipe of KEY: VALUE lines, got \1"),
+    (r"Key must be a string, got: None", 'the key null is written with quotes in a recipe: "null": blocks'),
     (r"^the following arguments are required: (.*)", r"missing: \1; give it in the recipe or on the command line"),
     (r"Parser key \"([^\"]+)\"(?: element \d+)?: ?", r"\1: "),
     (r"^((?:[\w.]+: )*).*Importing '([^']+)' is not allowed.*", rf"\1a recipe names no \2: {CLASSES}"),

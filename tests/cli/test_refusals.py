@@ -167,6 +167,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "fit": [
         ("--config fit.yaml --trainer.max_step 3", "unknown option --trainer.max_step; did you mean --trainer.max_st"),
         ("--config fit.yaml --root trained", "already holds a run with checkpoints up to step 3"),
+        ("--root out --config '<null: blocks>'", 'the key null is written with quotes in a recipe: "null": blocks'),
         ("quickstart/gtp2", "no recipe 'quickstart/gtp2', neither a file nor one that comes with the package; did"),
         (f"--root out --config '<data: {{{TEXT_DATA}, init_args: {{corpus: python}}}}>'", "data: missing: tokenizer"),
     ],
