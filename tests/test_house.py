@@ -7,8 +7,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_700
-CHARACTERS = 1_374_924
+LINES = 28_701
+CHARACTERS = 1_375_028
 FILES = 177
 FILES_IN_A_FOLDER = 16
 

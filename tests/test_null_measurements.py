@@ -1,6 +1,7 @@
 """The null of a run is measured once, stored separately from the run's numbers, and drawn with each curve."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,15 +121,22 @@ def test_the_step_from_which_a_curve_differs_is_that_of_its_prompts(run):
 def test_a_watch_measures_its_null_once_and_logs_it_at_the_first_and_the_last_step(run, tmp_path):
     note, model = Note(), run[1].model
     with lit_layers.watch(
-        model, [probe()], steps=[0, 1], root=tmp_path / "a", null="labels", loggers=[note], max_steps=2
+        model,
+        [probe(random_labels=False)],
+        steps=[0, 1],
+        root=tmp_path / "a",
+        null="labels",
+        loggers=[note],
+        max_steps=2,
     ) as watched:
         watched.step()
         watched.step()
-    (null,), last = records.read_nulls(tmp_path / "a"), records.read(tmp_path / "a" / "measurements.jsonl")[-1]
-    permuted = [r.value for r in last.records if r.tags.get("control") == "random_labels"]
+    (null,), with_control = records.read_nulls(tmp_path / "a"), measure(model, probe(), run="a", step=2)
+    permuted = [r.value for r in with_control.records if r.tags.get("control") == "random_labels"]
     assert len(permuted) > 3
-    assert [record.value for record in null.records] == permuted  # the control of the last step
+    assert [record.value for record in null.records] == permuted
     assert not any("control" in record.tags for record in null.records)
+    assert "null_labels" in records.frame(tmp_path / "a")["reference"].unique()
     rows = [(step, row) for step, row in note.rows if any(name.endswith("/null_labels") for name in row)]
     assert [step for step, _ in rows] == [0, 2]
     assert rows[0][1].keys() == rows[1][1].keys()
@@ -143,6 +151,10 @@ def test_a_series_and_a_single_model_have_nulls_and_a_null_is_not_measured_twice
     assert [json.loads(text)["step"] for text in first.splitlines()] == [LAST] * 3
     analyze_series(series, analyses(), root=tmp_path / "series", null="all")
     assert file.read_text() == first
+    later = replace(records.read(file)[0], step=LAST + 1)  # a longer training measures its null again
+    records.Store(file).add(later)
+    assert later.step in [m.step for m in records.read_nulls(tmp_path / "series")]
+    assert len(records.read_nulls(tmp_path / "series")) == 3
     folder = str(series.checkpoints[-1].source.folder)
     analyze_series(OneModel(folder), analyses(), root=tmp_path / "one", null="blocks")
     mine, theirs = (values(records.read_nulls(each)[0]) for each in (tmp_path / "one", root))
