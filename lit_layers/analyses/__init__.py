@@ -5,6 +5,7 @@ from lit_layers.analyses.changed_texts import Invariance, PromptStudies
 from lit_layers.analyses.concept_alignment import ConceptAlignment
 from lit_layers.analyses.context_use import AttentionPatterns, InContext, Induction, NgramAgreement
 from lit_layers.analyses.depth_coupling import Coupling, CouplingMatrices
+from lit_layers.analyses.effective_depth import EffectiveDepth
 from lit_layers.analyses.jacobian_lens import JacobianLens
 from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.analyses.order_states import OrderStates
@@ -31,6 +32,7 @@ __all__ = [
     "Coupling",
     "CouplingMatrices",
     "CrossTokenInfluence",
+    "EffectiveDepth",
     "InContext",
     "Induction",
     "Interventions",

@@ -10,6 +10,7 @@ from lit_layers import functional, metrics
 from lit_layers.analyses.base import Analysis
 from lit_layers.analyses.context_use import AttentionPatterns
 from lit_layers.analyses.depth_coupling import Coupling
+from lit_layers.analyses.effective_depth import EffectiveDepth
 from lit_layers.analyses.minimal_pairs import MinimalPairs
 from lit_layers.analyses.probes.next_token_residual import NextTokenResidual
 from lit_layers.analyses.readout_scores import Lens
@@ -33,6 +34,7 @@ _ANALYSES: dict[type[Analysis], tuple[str, ...]] = {
     Lens: ("lens",),
     MinimalPairs: ("minimal_pairs",),
     StateGeometry: ("geometry",),
+    EffectiveDepth: ("depth",),
     PooledStates: ("pooled",),
     AttentionPatterns: ("attention",),
     LayerSimilarity: ("similarity",),

@@ -203,6 +203,51 @@ def _deviation(values: Tensor) -> PerToken:
     return (values - values.mean(0)).square().mean(0).sqrt()
 
 
+# The effect of skipping a block on later blocks.
+
+
+def relative_change(
+    changed: Float[Tensor, "*n dim"], usual: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
+) -> PerToken:
+    """Return |changed - usual| / |usual| for each vector.
+
+    Range [0, inf): 0 if nothing changes, 1 if the vector becomes 0. Unchanged by a rotation and by a scaling of both
+    vectors.
+
+    Source: Csordás et al., arXiv 2505.13898. There, the vectors are what a block adds to the state, in the full model
+    and with an earlier block skipped.
+
+    Raises:
+        ValueError: a usual vector that is zero, or a vector that is not finite (NaN instead with `undefined="nan"`).
+    """
+    changed, usual = widened(changed), widened(usual)
+    norm, change = (torch.linalg.vector_norm(vector, dim=-1) for vector in (usual, changed - usual))
+    problems = {"a vector is not finite": ~(norm.isfinite() & change.isfinite()), "the usual vector is 0": norm == 0}
+    return checked("relative_change", change / norm.where(norm > 0, 1.0), problems, undefined)
+
+
+def effective_depth(effects: Float[Tensor, "blocks *n"], *, undefined: Undefined = "raise") -> PerToken:
+    """Return the number of blocks that matter: the participation ratio (sum_l w_l)^2 / sum_l w_l^2 of their effects.
+
+    Range [1, L] for L blocks: L if all blocks have the same effect, 1 if only one block has any. Unchanged by scaling
+    and by the order of the blocks.
+
+    Source: ours, for the question of Csordás et al., arXiv 2505.13898. `EffectiveDepth` defines the effects.
+
+    Raises:
+        ValueError: effects that are all 0, negative or not finite (NaN instead with `undefined="nan"`).
+    """
+    effects = widened(effects)
+    largest = effects.amax(0)
+    problems = {
+        "an effect is negative or not finite": ~(effects.isfinite() & (effects >= 0)).all(0),
+        "all effects are 0": largest == 0,
+    }
+    effects = effects / largest.where(largest > 0, 1.0)  # squares of tiny effects would underflow
+    values = effects.sum(0).square() / effects.square().sum(0).where(largest > 0, 1.0)
+    return checked("effective_depth", values, problems, undefined)
+
+
 # The paths of tokens through the layers, projected onto the plane of largest variance of the last layer.
 
 

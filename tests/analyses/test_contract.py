@@ -62,6 +62,7 @@ ALL_BLOCKS = ("line_shape_score", "coupling", "coupling_with_diagonal", "excess_
 ALL_BLOCKS += ("spectrum_slope", "spectrum_r_squared")
 # Analyses of the whole model: the plane is that of the last layer, and orders have all or most blocks.
 WHOLE_MODEL = ("Benchmarks", "PathsInPlane", "Interventions", "OrderStates", "InContext", "JacobianLens")
+WHOLE_MODEL = (*WHOLE_MODEL, "EffectiveDepth")
 UNDEFINED = "num_undefined"
 SAME_PROMPTS = (analyses.LayerSimilarity, analyses.LabelProbe, analyses.AttentiveProbe, analyses.Probe)
 # Their texts are drawn or belong to the task, so no broken text can be added.

@@ -9,10 +9,12 @@ import torch
 
 from lit_layers.functional.trajectory import (
     PathStats,
+    effective_depth,
     equidistance,
     expodistance,
     growth_rates,
     line_shape_score,
+    relative_change,
     running_line_shape_score,
     state_norms,
     step_norms,
@@ -246,3 +248,13 @@ def test_a_path_read_layer_by_layer_gives_every_metric():
         np.testing.assert_allclose(path.growth_rates("nan"), np.where(broken, math.nan, rates), rtol=1e-9)
         with pytest.raises(ValueError, match=r"undefined at element \(1,\): a step has length zero"):
             PathStats(states[:, :2]).line_shape_score()
+
+
+def test_effective_depth_counts_the_blocks_that_matter():
+    effects = torch.tensor([[1e-200, 0.0, 2.0, 0.0, -1.0], [1e-200, 0.3, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    expected = [2, 1, 9 / 5, math.nan, math.nan]
+    assert effective_depth(effects, undefined="nan").tolist() == pytest.approx(expected, nan_ok=True)
+    with pytest.raises(ValueError, match=r"element \(4,\): an effect is negative or not finite"):
+        effective_depth(effects)
+    with pytest.raises(ValueError, match="usual vector is 0"):
+        relative_change(torch.ones(2), torch.zeros(2))

@@ -100,6 +100,7 @@ def prompt_analyses(batches: Any) -> list[Analysis]:
         lit_layers.analyses.PathsInPlane(batches=batches),
         lit_layers.analyses.StateGeometry(batches=batches),
         lit_layers.analyses.PooledStates(batches=batches),
+        lit_layers.analyses.EffectiveDepth(batches=batches),
         lit_layers.analyses.AttentionPatterns(batches=batches),
     ]
 
