@@ -7,9 +7,9 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_701
-CHARACTERS = 1_375_028
-FILES = 177
+LINES = 28_855
+CHARACTERS = 1_383_364
+FILES = 179
 FILES_IN_A_FOLDER = 16
 
 SOURCE = '''"""A docstring

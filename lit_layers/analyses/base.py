@@ -19,6 +19,7 @@ from lit_layers.data.images import EvalImages
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.errors import InputError
 from lit_layers.identity import hash_of
+from lit_layers.models.contributions import PARTS, check_contributions
 from lit_layers.models.pixels import refuse_unlike_training
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -168,8 +169,9 @@ class Analysis(ABC):
     def check_options(self, model: LayeredModel) -> None:
         """Check the options against the model without loading data.
 
-        The default runs `check_fields`, compares `SEES` and `NEXT_TOKEN` with the model, and calls `resolved`. A
-        subclass adds checks that depend on the model.
+        The default runs `check_fields`, compares `SEES` and `NEXT_TOKEN` with the model, and calls `resolved`. If the
+        option `states` asks for attention or MLP, each block must add them to the state. A subclass adds checks that
+        depend on the model.
 
         Raises:
             InputError: if an option does not suit the model. The message names the option.
@@ -181,6 +183,11 @@ class Analysis(ABC):
         if self.NEXT_TOKEN and not model.predicts_next_token:
             raise InputError(f"{self.name}: expected a model that predicts the next token, got {kind}")
         self.resolved(model)
+        if getattr(self, "states", None) in PARTS:
+            try:
+                check_contributions(model)
+            except InputError as error:
+                raise InputError(f"{self.name}: states: {error}") from error
 
     def resolved(self, model: LayeredModel) -> Self:
         """Return the analysis with the options of its preset or, if it has no preset, the analysis itself.

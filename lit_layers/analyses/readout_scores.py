@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from lit_layers.analyses.statistics import Tags, exponential, rounding_records, 
 from lit_layers.data.batches import Batches
 from lit_layers.errors import InputError
 from lit_layers.functional.block_schedules import LOOPS, SEEDS, VARIANTS, Variant, baseline, kendall_distance, start_of
+from lit_layers.models.contributions import contributions
 from lit_layers.models.running_order import SharedPrefixes, variants_of
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
@@ -237,16 +238,29 @@ class Lens(ReadoutAnalysis):
         batches: the data to measure on.
         dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports how far the loss of
             the first prompts is from that in float32.
+        states: "resid" reads out the output of each block. "after_attention" reads out the middle of each block: its
+            input plus what its attention adds, at layers 1 to L and in float32. An attention's output alone is no state
+            that the readout could read. Models whose blocks do not add attention and MLP (`contributions`) are refused.
     """
 
     name: str = "lens"
+    states: Literal["resid", "after_attention"] = "resid"
+
+    def check_options(self, model: LayeredModel) -> None:
+        super().check_options(model)
+        if self.states != "resid" and self.dtype != "float32":
+            raise InputError(f"{self.name}: states {self.states} needs dtype float32, got {self.dtype}")
+
+    def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
+        # Blocks are proven to add their parts up to rounding, which is too large in 16 bits.
+        return super().reads(model) if self.states == "resid" else {"batches": RowsRead(self.batches)}
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
         return [(layer, {}) for layer in range(model.num_layers + 1)]
 
     def records(self, model: LayeredModel, sums: Sums) -> Iterable[Record]:
         for layer in range(model.num_layers + 1):
-            fields: dict[str, Any] = {"layer": layer, "counted": "num_tokens"}
+            fields: dict[str, Any] = {"layer": layer, "counted": "num_tokens", "tags": self.tags_of("states")}
             if sums.num_labels.any():
                 loss = summarize_ratio("logit_lens_loss", sums.loss[layer], sums.num_labels, **fields)
                 yield from loss
@@ -256,18 +270,26 @@ class Lens(ReadoutAnalysis):
             yield from summarize_ratio("kl_to_final", sums.divergence[layer], sums.num_rows, **fields)
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return layer_sums(self.name, seen, batch)._asdict()
+        states = None
+        if self.states == "after_attention":
+            inner = range(1, seen.num_layers + 1)
+            attention = [seen.hidden[layer - 1] + contributions(seen, layer)[0] for layer in inner]
+            states = [torch.full_like(seen.hidden[0], torch.nan), *attention]
+        return layer_sums(self.name, seen, batch, states)._asdict()
 
 
-def layer_sums(name: str, seen: Trajectory, batch: Batch) -> Sums:
+def layer_sums(name: str, seen: Trajectory, batch: Batch, states: Sequence[Tensor] | None = None) -> Sums:
     """Return the sums of each prompt's scores for the readout of every layer; the last layer is the model's own output.
+
+    `states` are the states to read out, by default those of layers 0 to L - 1.
 
     Raises:
         InputError: as in `rows_of`.
     """
     rows = rows_of(name, seen, batch)
+    states = [*seen.hidden[:-1]] if states is None else states  # without the last layer, see `_compare`
     values = [torch.zeros(3, seen.num_layers + 1, 0, dtype=torch.float64)]  # for a batch without rows to score
-    values += [_compare(seen, chunk).double().cpu() for chunk in _chunks(seen, rows)]
+    values += [_compare(seen, chunk, states).double().cpu() for chunk in _chunks(seen, rows)]
     return Sums.add_up(torch.cat(values, dim=-1), rows, len(seen.mask))
 
 
@@ -279,15 +301,17 @@ def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
 
 
 @torch.no_grad()
-def _compare(trajectory: Trajectory, rows: Rows) -> Tensor:
-    """Return loss, hit and divergence of each row, for the readout of every layer, (3, layers + 1, rows).
+def _compare(trajectory: Trajectory, rows: Rows, states: Sequence[Tensor]) -> Tensor:
+    """Return loss, hit and divergence of each row, for the readouts of L or L + 1 states, (3, layers + 1, rows).
 
-    Only the logits of one layer are in memory at a time.
+    If there are only L states, those of layers 0 to L - 1, the last layer is scored by the model's own logits, so that
+    its divergence is exactly 0. Only the logits of one layer are in memory at a time.
     """
     full = FullModel(trajectory.logits_of(rows.index), rows)
-    early = [full.scores(trajectory.readout(hidden, rows.index)) for hidden in trajectory.hidden[:-1]]
-    # The last layer is scored by the model's own logits, so that its divergence is exactly 0.
-    return torch.stack([*early, full.own_scores], dim=1)
+    scores = [full.scores(trajectory.readout(hidden, rows.index)) for hidden in states]
+    if len(scores) == trajectory.num_layers:
+        scores.append(full.own_scores)
+    return torch.stack(scores, dim=1)
 
 
 def _perplexity(loss: Record) -> Record:

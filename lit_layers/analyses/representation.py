@@ -47,6 +47,7 @@ from lit_layers.functional.geometry import (
     pool,
     token_angle,
 )
+from lit_layers.models.contributions import StatesOrPart, states_or_parts
 from lit_layers.models.view import (
     Batch,
     LayeredModel,
@@ -106,6 +107,7 @@ class Representation(Analysis):
         normalizations: normalizations of the entropies.
         drop_first: numbers of first tokens to leave out of entropies and ranks; each gives its own records.
         rankme: whether to measure `rankme`.
+        states: as in `StateMetric`.
     """
 
     LEAST: ClassVar = {"alpha": 1e-6}
@@ -124,11 +126,11 @@ class Representation(Analysis):
     drop_first: tuple[int, ...] = (0, 1)
     rankme: bool = False
     num_halves: int = 20
-    states: States = "resid"
+    states: StatesOrPart = "resid"
     preset: Literal["released_code"] | None = None
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
+        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_or_parts(seen, self.states)])
 
     def _layer_values(self, hidden: Tensor, mask: Tensor) -> dict[Key, Tensor]:
         """Return the values (batch,) of one layer, keyed by metric, normalization and drop_first.
@@ -237,7 +239,8 @@ class StateMetric(Analysis):
             those of `lit_layers.functional`, is called with `undefined="nan"`.
         drop_first: number of first tokens of each prompt to leave out.
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
-            every layer.
+            every layer. "attention" and "mlp" take what attention or MLP of each block adds to the state, without a
+            value at layer 0; models whose blocks do not add them (`contributions`) are refused.
     """
 
     metric: Callable[..., Any]  # not `Callable[..., Tensor]`, which would limit recipes to annotated functions
@@ -245,7 +248,7 @@ class StateMetric(Analysis):
     name: str = ""
     options: dict[str, bool | int | float | str] = field(default_factory=dict)
     drop_first: int = 0
-    states: States = "resid"
+    states: StatesOrPart = "resid"
 
     def __post_init__(self) -> None:
         self.name = self.name or self.metric_name
@@ -280,7 +283,7 @@ class StateMetric(Analysis):
             ) from failure
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_of_layers(seen, self.states)])
+        return stack_layers([self._layer_values(hidden, seen.mask) for hidden in states_or_parts(seen, self.states)])
 
     def tags(self) -> dict[str, str | int | float]:
         """Return tags for all `options`, and for `states` and `drop_first` if they differ from their defaults."""
@@ -296,12 +299,12 @@ class StateMetric(Analysis):
         return summarize_layers(self.metric_name, rows, tags=self.tags())
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
-        """Return the function's value on points (points, dim) in float64; NaN without points.
+        """Return the function's value on points (points, dim) in float64; NaN without points or if one is not finite.
 
         Raises:
             TypeError, ValueError: if the function returns something other than one number.
         """
-        if not len(points):
+        if not len(points) or not points.isfinite().all():
             return points.new_full((), torch.nan, dtype=torch.float64)
         options: Any = {"undefined": "nan"} if "undefined" in inspect.signature(self.metric).parameters else {}
         with torch.no_grad():
@@ -478,18 +481,17 @@ class PooledStates(Analysis):
         batches: the data to measure on; 64 prompts x 13 layers x 768 x 4 B = 2.6 MB are stored per checkpoint.
         pooling: how a prompt's tokens become one vector.
         num_halves: number of halves for intervals. With 0, there are no intervals.
-        states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
-            every layer.
+        states: as in `StateMetric`.
     """
 
     batches: Batches
     name: str = "pooled_states"
     pooling: Pooling = "mean"
     num_halves: int = 10
-    states: States = "resid"
+    states: StatesOrPart = "resid"
 
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        layers = states_of_layers(seen, self.states)
+        layers = states_or_parts(seen, self.states)
         return stack_layers([{POOLED: pooled_vectors(hidden, seen.mask, self.pooling)} for hidden in layers])
 
     def compute(self, model: LayeredModel, batches: Values) -> Iterator[Record]:

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lit_layers.models.contributions import contributions
+from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import tiny_batch
 
 BATCHES = [
@@ -44,3 +46,9 @@ def _states(model: nn.Module, ids: Tensor, final_norm: bool) -> np.ndarray:
 
 def first(output):
     return output[0] if isinstance(output, tuple) else output
+
+
+def attention_of_each_prompt(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[np.ndarray]:
+    """Return what attention adds to the states of each prompt without padding, an array (layers, tokens, dim)."""
+    seen = [LayeredModel(model).trajectory({"input_ids": ids[None]}) for ids in prompts_of(batches)]
+    return [np.concatenate([contributions(each, n + 1)[0] for n in range(each.num_layers)]) for each in seen]

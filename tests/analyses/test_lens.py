@@ -14,7 +14,7 @@ from lit_layers.analyses.statistics import summarize_ratio
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import BATCHES, prompts_of, states_of_each_prompt
+from tests.analyses.prompt_states import BATCHES, attention_of_each_prompt, prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
 from tests.support.rounding import check_records
@@ -40,10 +40,10 @@ def softmax(logits):
     return shares / shares.sum(-1, keepdims=True)
 
 
-def prompt_scores(model):
+def prompt_scores(model, of_prompts=None):
     """Return losses, hits and divergences of the tokens per prompt and layer, from the modules of the model."""
     found = []
-    for ids, states in zip(prompts_of(BATCHES), states_of_each_prompt(model, BATCHES), strict=True):
+    for ids, states in zip(prompts_of(BATCHES), of_prompts or states_of_each_prompt(model, BATCHES), strict=True):
         with torch.no_grad():
             logits = model.lm_head(model.transformer.ln_f(torch.from_numpy(states))).numpy()[:, :-1]
             own = model(input_ids=ids[None], labels=ids[None])
@@ -72,6 +72,18 @@ def test_every_record_is_the_mean_of_the_models_readout_over_predicted_tokens(mo
             assert record.value == pytest.approx(expected, rel=1e-10, abs=1e-14)
             assert record.n == len(prompts) == 8
             assert record.tags == {"num_tokens": len(losses)}
+
+
+def test_the_middle_of_a_block_is_read_out_as_its_input_plus_its_attention(model):
+    lens, middle = Lens(batches=Listed(*BATCHES), states="after_attention"), states_of_each_prompt(model, BATCHES)
+    for states, attention in zip(middle, attention_of_each_prompt(model, BATCHES), strict=True):
+        states[:-1] += attention
+    found = [record for record in records_of(lens, model) if record.metric == "logit_lens_loss"]
+    losses = np.concatenate([prompt[0][:-1] for prompt in prompt_scores(model, middle)], axis=1).mean(1)
+    assert [record.value for record in found] == pytest.approx(losses.tolist(), rel=1e-10)
+    assert [(record.layer, record.tags["states"]) for record in found] == [(n, "after_attention") for n in (1, 2, 3)]
+    with pytest.raises(InputError, match="states after_attention needs dtype float32, got bfloat16"):
+        replace(lens, dtype="bfloat16").check_options(LayeredModel(model))
 
 
 def test_intervals_are_over_prompts_and_not_over_tokens(model):

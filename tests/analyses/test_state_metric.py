@@ -19,7 +19,7 @@ from lit_layers.functional.entropy import effective_rank
 from lit_layers.functional.state_geometry import anisotropy
 from lit_layers.models import load
 from lit_layers.models.view import LayeredModel
-from tests.analyses.prompt_states import states_of_each_prompt
+from tests.analyses.prompt_states import attention_of_each_prompt, states_of_each_prompt
 from tests.support.every_analysis import prompts
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.measured import records_of
@@ -66,6 +66,14 @@ def test_values_are_averaged_over_prompts_as_in_numpy(model, states, dropped):
     assert first.n == len(states) == 5
     assert (first.low or 0) < first.value < (first.high or 0)
     assert first.tags == ({"drop_first": 1} if dropped else {})
+
+
+def test_a_metric_of_attention_is_that_of_its_outputs_and_has_no_value_at_the_embedding(model):
+    records = records_of(StateMetric(metric=stable_rank, batches=prompts(), states="attention"), model)
+    each = [[numpy_rank(layer) for layer in prompt] for prompt in attention_of_each_prompt(model, prompts().batches)]
+    assert values(records) == pytest.approx(dict(enumerate(np.mean(each, 0), 1)) | {None: np.mean(each)}, rel=1e-9)
+    with pytest.raises(InputError, match="^mine: states: expected blocks that add .* got block 1 of BertForMaskedLM"):
+        StateMetric(metric=stable_rank, batches=prompts(), states="mlp", name="mine").check(LayeredModel(tiny("bert")))
 
 
 def undefined_of_short(states):

@@ -252,8 +252,8 @@ def test_a_path_read_layer_by_layer_gives_every_metric():
 
 def test_effective_depth_counts_the_blocks_that_matter():
     effects = torch.tensor([[1e-200, 0.0, 2.0, 0.0, -1.0], [1e-200, 0.3, 1.0, 0.0, 1.0]], dtype=torch.float64)
-    expected = [2, 1, 9 / 5, math.nan, math.nan]
-    assert effective_depth(effects, undefined="nan").tolist() == pytest.approx(expected, nan_ok=True)
+    found = effective_depth(effects, undefined="nan").tolist()
+    assert found == pytest.approx([2, 1, 9 / 5, math.nan, math.nan], nan_ok=True)
     with pytest.raises(ValueError, match=r"element \(4,\): an effect is negative or not finite"):
         effective_depth(effects)
     with pytest.raises(ValueError, match="usual vector is 0"):

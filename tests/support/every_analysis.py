@@ -88,6 +88,9 @@ def prompt_analyses(batches: Any) -> list[Analysis]:
         lit_layers.analyses.Representation(batches=batches),
         lit_layers.analyses.Lens(batches=batches),
         lit_layers.analyses.StateMetric(metric=effective_rank, batches=batches, options={"undefined": "nan"}),
+        lit_layers.analyses.StateMetric(name="mlp", metric=effective_rank, batches=batches, states="mlp"),
+        lit_layers.analyses.Lens(name="lens/after_attention", batches=batches, states="after_attention"),
+        lit_layers.analyses.Representation(name="representation/attention", batches=batches, states="attention"),
         lit_layers.analyses.Coupling(batches=batches, k=(2, 5), num_prompts=3),
         lit_layers.analyses.Coupling(
             name="coupling/hf", batches=batches, k=(2,), num_prompts=3, states="hf", sign="absolute"
