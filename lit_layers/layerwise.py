@@ -209,13 +209,11 @@ def layers(
         with tempfile.TemporaryDirectory() as root:
             nulls = measure_null(null, Opened(network, fingerprint), analyses, Path(root), run=run, step=None)
         measurements = records.with_nulls(measurements, nulls)
-    shown = [(each, selected[each.analysis]) for each in measurements]
-    return LayerResult(
-        tuple(
-            replace(each, records=[record for record in each.records if names is None or record.metric in names])
-            for each, names in shown
-        )
-    )
+    return LayerResult(tuple(_only(each, selected[each.analysis]) for each in measurements))
+
+
+def _only(measurement: Measurement, metrics: Any) -> Measurement:
+    return replace(measurement, records=[r for r in measurement.records if metrics is None or r.metric in metrics])
 
 
 def _text_batches(

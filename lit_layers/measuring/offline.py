@@ -373,8 +373,6 @@ class _Measuring:
                         if m.error is not None:
                             self.result.failures.append(f"null of {m.analysis}: {m.error}")
             except InputError as error:
-                if self.series.is_single:
-                    raise
                 self.result.failures.append(f"null of {run}: {error}")
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:

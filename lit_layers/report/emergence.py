@@ -64,29 +64,24 @@ def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step"
     If the curve does not emerge, the sentence says so. If the curve has a null, the sentence ends with the step from
     which on the curve differs from it.
     """
-    where = _place(axis)
-    return f"{curve.title}: {_times_text(times, where)}{_null_text(curve, where, confidence)}"
+    return f"{curve.title}: {_times_text(times, axis)}{_null_text(curve, axis, confidence)}"
 
 
-def _place(axis: AxisName) -> str:
-    return "step" if axis == "step" else "token"
-
-
-def _null_text(curve: StepCurve, where: str, confidence: float) -> str:
+def _null_text(curve: StepCurve, axis: AxisName, confidence: float) -> str:
     """Return `, differs from its null from step 64 on`, or an empty string without a null or known errors."""
     first = null_step(curve, confidence)
     if first is None:
         return ""
     if math.isinf(first):
         return ", does not differ from its null at the last checkpoint"
-    return f", differs from its null from {where} {axis_text(first)} on"
+    return f", differs from its null from {axis.removesuffix('s')} {axis_text(first)} on"
 
 
-def _times_text(times: EmergenceTimes, where: str) -> str:
+def _times_text(times: EmergenceTimes, axis: AxisName) -> str:
     if times.halfway is None or times.peak is None:
         return f"does not emerge ({p_equation(times.p_value, LEAST_P)})"
     halfway = time_text(times.halfway)
-    halfway = f"at {where} {halfway}" if halfway[0].isdigit() else halfway
+    halfway = f"at {axis.removesuffix('s')} {halfway}" if halfway[0].isdigit() else halfway
     peak = "not yet" if math.isinf(times.peak.value) else f"at {axis_text(times.peak.value)}"
     if not times.emerges:
         return f"changes and comes back, farthest {peak}"
@@ -296,7 +291,7 @@ def _sentences(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
 
 def _unchanged(clock: Clock, run: str, axis: AxisName = "step") -> list[str]:
     flat = [curve for curve, times in model_pairs(clock, run) if not times.changes]
-    return [f"{curve.title}{_null_text(curve, _place(axis), clock.confidence)}" for curve in flat]
+    return [f"{curve.title}{_null_text(curve, axis, clock.confidence)}" for curve in flat]
 
 
 def _figures(
