@@ -25,7 +25,7 @@ from lit_layers.records import Record
 from lit_layers.report import write_report
 from lit_layers.report.template import Figures, block, number_figures
 from tests.support.browser import CHROMIUM, dom_after
-from tests.support.charts import PageFigure, blocks, page_figures, svg_texts
+from tests.support.charts import PageFigure, blocks, page_figures, svg_texts, visible_text
 from tests.support.forked import run_forked
 from tests.support.layer_results import layer_results, write_layer_results
 from tests.support.read_wandb import read_finished
@@ -33,12 +33,6 @@ from tests.support.runs import MODELS, make_models, make_run, make_series, measu
 from tests.support.written import write
 
 STEPS = (0, 1, 8, 64, 400)  # too few for emergence times, which take seconds and are tested in tests/test_emerge.py
-
-
-def shown(page: Path) -> str:
-    """Return the page without scripts and style."""
-    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
-    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +58,7 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing(page: Path) -> N
 
 
 def test_the_page_shows_run_results_failures_cost_and_provenance(full: Path, page: Path) -> None:
-    text = shown(page)
+    text = visible_text(page)
     assert re.search(r"Steps [\d,]+ Tokens", text), "a run that has ended has no steps to go"
     for expected in (
         "quickstart", "GPT2LMHeadModel", "1.47M", "819k", "3 min 08 s", "2026-03-01 12:00",
@@ -135,15 +129,15 @@ def test_diagnostics_come_last_in_their_section_and_are_folded(page: Path, tmp_p
 
 
 def test_results_name_their_steps_and_one_checkpoint_has_one_column(tmp_path: Path, page: Path) -> None:
-    assert "Metric First Last Change" in shown(page)
+    assert "Metric First Last Change" in visible_text(page)
     values = {0: {"expodistance": 2.0}, 4: {"line_shape_score": 1.5, "expodistance": 3}, 9: {"line_shape_score": 1.25}}
     for step, of_step in values.items():
         found = [Record(metric=metric, value=value) for metric, value in of_step.items()]
         for name in ("run", "one") if step == 9 else ("run",):
             write(tmp_path / name, "trajectory", found, step=step)
-    text = shown(write_report(tmp_path / "run"))
+    text = visible_text(write_report(tmp_path / "run"))
     assert "Trajectory step 0 → 9 Expodistance step 0 → 4 2.000 3.000 +1.000 Line shape score step 4 → 9 1.500" in text
-    assert "if it has one. Metric Value Trajectory step 9" in shown(write_report(tmp_path / "one"))
+    assert "if it has one. Metric Value Trajectory step 9" in visible_text(write_report(tmp_path / "one"))
 
 
 def test_a_variant_without_a_reference_level_is_drawn_like_the_others(tmp_path: Path) -> None:
@@ -200,7 +194,7 @@ def test_any_part_of_a_run_is_enough_for_a_page(tmp_path: Path) -> None:
         for file in root.glob("*.jsonl"):
             with file.open("a") as torn:
                 torn.write('{"run": "quicks')
-        assert expected in shown(write_report(root)), expected
+        assert expected in visible_text(write_report(root)), expected
 
 
 def test_measurements_of_other_runs_or_without_a_step_are_counted_and_a_retried_one_is_no_failure(tmp_path):
@@ -208,7 +202,7 @@ def test_measurements_of_other_runs_or_without_a_step_are_counted_and_a_retried_
     own = measurement("quickstart", 1, "lens")
     for line in (measurement("other", 1, "lens"), replace(own, step=None), own):
         records.append(root / "measurements.jsonl", line)
-    text = shown(write_report(root))
+    text = visible_text(write_report(root))
     assert "other runs in this folder are not drawn: other" in text
     assert "1 measurement without a step is not drawn" in text
     assert run_data.read_run(root).failures == []
@@ -238,7 +232,7 @@ def test_the_provenance_of_a_series_is_one_table_by_step_with_full_hashes_on_hov
     columns = ["step", "weights_hash", "audit", "revision", "commit", "weight_files"]
     assert found["checkpoints"]["columns"] == columns
     page = write_report(series, tmp_path / "page.html")
-    assert "Step Weights hash Audit Revision Commit Weight files" in shown(page)
+    assert "Step Weights hash Audit Revision Commit Weight files" in visible_text(page)
     rows = re.findall(r"<tr(?: class=\"(\w+)\")?><td class=\"number\">([\d,]+)</td>(<td.*?)</tr>", page.read_text())
     assert len(rows) == len(found["checkpoints"]["rows"]) == 6
     assert [step for kind, step, _ in rows if kind == "suspect"] == ["1,000", "2,000"]
@@ -276,7 +270,7 @@ def test_suspect_checkpoints_are_left_out_by_default_and_page_and_command_report
     )
     assert said.out.splitlines() == [str(numbers), str(page)]
     assert drawn(page) == {0, 512, 3000, 143000}
-    text = shown(page)
+    text = visible_text(page)
     assert "2 suspect checkpoints left out" in text
     assert "steps 1,000, 2,000: equal to the final step" in text
     assert f"lit-layers report {series} --allow_suspect" in text
@@ -287,9 +281,9 @@ def test_suspect_checkpoints_are_left_out_by_default_and_page_and_command_report
     assert main(["report", str(series), "--root", str(tmp_path / "page.v2"), "--allow_suspect"]) == 0
     assert capsys.readouterr() == (f"{page}\n", "")
     assert {1000, 2000} <= drawn(page)
-    assert "2 suspect checkpoints drawn" in shown(page)
-    assert "left out" not in shown(page)
-    text = shown(write_report(make_series(tmp_path / "run", steps=(1, 2), suspect=(1, 2))))
+    assert "2 suspect checkpoints drawn" in visible_text(page)
+    assert "left out" not in visible_text(page)
+    text = visible_text(write_report(make_series(tmp_path / "run", steps=(1, 2), suspect=(1, 2))))
     assert "2 suspect checkpoints left out" in text
     assert "Results" not in text, "a series that is suspect as a whole has no curves"
 
@@ -321,11 +315,11 @@ def test_models_without_steps_are_compared_with_a_line_each(compared: Path, comp
         assert [*line] == pytest.approx([100 * layer / depth for layer in values], abs=1e-4)
         assert [*line.values()] == pytest.approx([*values.values()], rel=1e-4)
         assert f"layer 2 of {depth}" in [row.get("t") for row in loss.points]
-    assert not [words for words in ("Steps", "not drawn") if words in shown(comparison)]
+    assert not [words for words in ("Steps", "not drawn") if words in visible_text(comparison)]
 
 
 def test_every_metric_of_models_is_a_figure_or_a_row(compared: Path, comparison: Path) -> None:
-    text, found = shown(comparison), blocks(comparison)
+    text, found = visible_text(comparison), blocks(comparison)
     for metric in {record.metric for m in records.read(compared / "measurements.jsonl") for record in m.records}:
         if not metric.startswith("random_"):
             assert look_up(metric).unit_title in found or f" {look_up(metric).title} " in text, metric
@@ -349,7 +343,7 @@ def test_pictures_of_one_model_are_chosen_by_its_name(comparison: Path) -> None:
 
 
 def test_results_and_provenance_of_models_stand_side_by_side(compared: Path, comparison: Path) -> None:
-    text = shown(comparison)
+    text = visible_text(comparison)
     assert f"Metric {' '.join(NAMES)}" in text
     cells = [
         f"{r.value:.3f} {r.low:.3f} to {r.high:.3f}"
@@ -379,7 +373,7 @@ def test_a_suspect_model_and_a_failed_measurement_are_named(tmp_path: Path, caps
     assert capsys.readouterr().err == (
         "left out as suspect (identical weights): models gpt2, tiny; --allow_suspect draws them\n"
     )
-    text = shown(root / "report.html")
+    text = visible_text(root / "report.html")
     assert "2 suspect models left out" in text
     assert "Model Analysis Error pythia-160m coupling RuntimeError: no SVD" in text
     assert "Metric pythia-70m pythia-160m Lens" in text
@@ -502,7 +496,7 @@ def test_the_page_draws_the_controls_of_a_probe_as_dashed_lines_and_no_choice(la
 
 
 def test_layers_are_whole_numbers_in_the_results_and_secondary_scores_are_left_to_the_figures(layerwise_page):
-    text = shown(layerwise_page)
+    text = visible_text(layerwise_page)
     assert "Plateau layer test rows, of accuracy 3 2 to 4 3 2 to 4 0" in text
     results = text[text.index("Results Each") : text.index("Probe: topics How")]
     assert not [name for name in ("macro F1", "Largest drop", "Held-out", "noun - form") if name in results]
@@ -520,7 +514,7 @@ def test_a_users_own_metrics_keep_their_figures_next_to_those_of_a_probe(tmp_pat
 
 def test_models_side_by_side_have_their_headlines_profiles_and_maps(layerwise_models: Path, tmp_path: Path) -> None:
     page = write_report(layerwise_models, tmp_path / "page.html")
-    text = shown(page)
+    text = visible_text(page)
     assert "Best layer test rows, of accuracy 3 3 to 3 4 3 to 4" in text
     assert "Increasing steps" not in text
     found = sections_of(page)

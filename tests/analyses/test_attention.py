@@ -14,7 +14,7 @@ from lit_layers.functional import attention_entropy, sink_mass
 from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import BATCHES, prompts_of
 from tests.support.listed_batches import Listed
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records, records_of
 from tests.support.tiny_models import HEADS, LAYERS, VOCAB, tiny, tiny_batch
 
 TOKENS, POSITIONS = 16, 40
@@ -57,19 +57,12 @@ def induction_model(*, sharp: float = SHARP) -> nn.Module:
     return model
 
 
-def keyed_records(analysis, model) -> dict[Any, Any]:
-    records = records_of(analysis, model)
-    keyed = {(record.metric, record.layer, record.tags.get("head")): record for record in records}
-    assert len(keyed) == len(records)
-    return keyed
-
-
 def test_a_hand_built_induction_circuit_scores_1_and_uniform_attention_one_over_the_period():
-    records = keyed_records(Induction(num_prompts=3, num_tokens=10), induction_model())
+    records = keyed_records(Induction(num_prompts=3, num_tokens=10), induction_model(), "head")
     assert records["prefix_matching_score", 2, 0].value == pytest.approx(1, abs=1e-9)
     assert records["best_prefix_matching_score", None, None].value == pytest.approx(1, abs=1e-9)
     assert records["prefix_matching_score", 1, 0].value == pytest.approx(0, abs=1e-9)
-    uniform_records = keyed_records(Induction(num_prompts=3, num_tokens=10), induction_model(sharp=0))
+    uniform_records = keyed_records(Induction(num_prompts=3, num_tokens=10), induction_model(sharp=0), "head")
     chance = sum((q // 10) / (q + 1) for q in range(10, 40)) / 30  # q // 10 targets among q + 1 tokens
     for each in (records, uniform_records):
         assert each["random_prefix_matching_score", 2, None].value == pytest.approx(chance)
@@ -79,7 +72,7 @@ def test_a_hand_built_induction_circuit_scores_1_and_uniform_attention_one_over_
 
 def test_the_circuit_is_found_by_its_previous_token_head():
     ids = torch.stack([torch.randperm(TOKENS, generator=torch.Generator().manual_seed(n)) for n in range(3)])
-    records = keyed_records(AttentionPatterns(batches=Listed({"input_ids": ids})), induction_model())
+    records = keyed_records(AttentionPatterns(batches=Listed({"input_ids": ids})), induction_model(), "head")
     assert records["previous_token_score", 1, 0].value == pytest.approx(1, abs=1e-9)
     assert records["attention_entropy", 1, 0].value == pytest.approx(0, abs=1e-6)
     assert records["best_previous_token_score", None, None].value == pytest.approx(1, abs=1e-9)
@@ -88,7 +81,7 @@ def test_the_circuit_is_found_by_its_previous_token_head():
 
 def test_records_are_means_over_prompts_for_each_head():
     eager = tiny("gpt2", torch.float64, attention="eager")
-    records = keyed_records(AttentionPatterns(batches=Listed(*BATCHES[:2])), tiny("gpt2", torch.float64))
+    records = keyed_records(AttentionPatterns(batches=Listed(*BATCHES[:2])), tiny("gpt2", torch.float64), "head")
     for layer in range(1, LAYERS + 1):
         scores: dict[str, list] = {"sink_mass": [], "attention_entropy": []}
         for ids in prompts_of(BATCHES[:2]):
@@ -111,7 +104,7 @@ def test_records_are_means_over_prompts_for_each_head():
 def test_prefix_matching_equals_that_of_the_weights_of_transformers():
     model: Any = tiny("llama", torch.float64, attention="eager")
     analysis = Induction(num_prompts=3, num_tokens=7)
-    records, ids = keyed_records(analysis, model), analysis.sequences(LayeredModel(model))
+    records, ids = keyed_records(analysis, model, "head"), analysis.sequences(LayeredModel(model))
     with torch.no_grad():
         output = model(input_ids=ids, output_attentions=True)
     for layer in range(1, LAYERS + 1):
@@ -127,7 +120,9 @@ def test_prefix_matching_equals_that_of_the_weights_of_transformers():
 def test_the_gain_from_context_is_the_difference_of_two_losses():
     model = tiny("gpt2", torch.float64)
     batch = tiny_batch("gpt2", batch=4, tokens=12, padding="left")  # prompts of 12, 10, 8 and 6 tokens
-    record = keyed_records(InContext(batches=Listed(batch), early=3, late=10), model)["in_context_score", None, None]
+    record = keyed_records(InContext(batches=Listed(batch), early=3, late=10), model, "head")[
+        "in_context_score", None, None
+    ]
     expected = []
     for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         ids = ids[mask]

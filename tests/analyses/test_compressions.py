@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 
 from lit_layers.analyses.depth_coupling import CouplingMatrices
 from tests.analyses.whole_jacobians import copy_without_block_2, whole_jacobians
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import DIM, tiny, tiny_batch
+from tests.support.tiny_models import DIM, tiny_batch
 
 
 def run(model, *batches, **options):
@@ -25,11 +24,6 @@ def run(model, *batches, **options):
         matrix[row - 1, column - 1] = record.value
     assert not any(np.isnan(matrix).any() for matrix in matrices.values())
     return matrices
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
 
 
 def test_each_matrix_is_the_first_jacobian_in_the_bases_of_the_second(model):

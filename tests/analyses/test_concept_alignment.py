@@ -14,7 +14,8 @@ from lit_layers.data.word_pairs import WordPairs
 from lit_layers.functional.curves import bootstrap_interval
 from lit_layers.functional.geometry import _derangements
 from tests.analyses.prompt_states import states_of_each_prompt
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records
+from tests.support.references import cosine
 from tests.support.tiny_models import LAYERS, tiny
 
 VOCABULARY = 300  # of the tokenizer and the models
@@ -45,14 +46,7 @@ def text_model(name, dtype=torch.float64, **options):
 
 
 def run(model, words, **options):
-    records = records_of(ConceptAlignment(words=words, **options), model)
-    keys = [(r.metric, r.layer, r.tags.get("category_id")) for r in records]
-    assert len(set(keys)) == len(keys)
-    return dict(zip(keys, records, strict=True))
-
-
-def cosine(a, b, metric):
-    return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
+    return keyed_records(ConceptAlignment(words=words, **options), model, "category_id")
 
 
 def mean_cosine(deltas, metric):

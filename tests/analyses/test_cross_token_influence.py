@@ -7,7 +7,7 @@ import torch
 from lit_layers.analyses.token_jacobians import CrossTokenInfluence
 from tests.analyses.whole_jacobians import whole_jacobians
 from tests.support.listed_batches import Listed
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records
 from tests.support.tiny_models import LAYERS, tiny, tiny_batch
 
 NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
@@ -15,10 +15,7 @@ NAMES = ("frobenius", "spectral", "participation_ratio", "entropy_rank")
 
 def run(model, *batches, **options):
     """Return the records by (metric, layer, distance), None for the mean over all earlier tokens."""
-    records = records_of(CrossTokenInfluence(batches=Listed(*batches), **options), model)
-    keys = [(r.metric, r.layer, r.tags.get("token_distance")) for r in records]
-    assert len(set(keys)) == len(keys)
-    return dict(zip(keys, records, strict=True))
+    return keyed_records(CrossTokenInfluence(batches=Listed(*batches), **options), model, "token_distance")
 
 
 def influence_by_hand(jacobian):
@@ -27,11 +24,6 @@ def influence_by_hand(jacobian):
     shares = shares[shares > 0]
     rank = np.exp(-(shares * np.log(shares)).sum())
     return np.sqrt((values**2).sum()), values[0], values.sum() ** 2 / (values**2).sum(), rank
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
 
 
 def test_every_record_equals_the_definition_on_the_running_model(model):

@@ -7,29 +7,10 @@ import pytest
 
 from lit_layers.analyses import Coupling, Lens, Trajectory
 from lit_layers.analyses.base import Analysis, Jobs, Rows
-from lit_layers.measuring.one_model import outcomes
 from lit_layers.records import Record
 from tests.support.every_analysis import prompts
 from tests.support.listed_batches import Listed
 from tests.support.thread_ranks import outcomes_on_ranks
-from tests.support.tiny_models import tiny
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2")
-
-
-def test_several_analyses_on_three_ranks_give_the_numbers_of_one_process(model):
-    """Single analyses on two ranks are tested in test_contract."""
-    analyses = [Trajectory(batches=prompts()), Coupling(batches=prompts(), k=(2, 5), num_prompts=5)]
-    single = list(outcomes(model, analyses, weights_hash="x"))
-    found, _ = outcomes_on_ranks(model, analyses, 3)
-    for whole, shared in zip(single, found, strict=True):
-        assert [whole.error, shared.error] == [None, None]
-        # compare texts, because NaN is not equal to itself
-        assert [repr(record) for record in shared.records] == [repr(record) for record in whole.records]
-        assert shared.facts == whole.facts
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from lit_layers.models.view import LayeredModel
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records, records_of
 from tests.support.tiny_models import IMAGE, LAYERS, VOCAB, tiny, tiny_batch
 
 EVERY = range(LAYERS + 1)
@@ -58,10 +58,7 @@ def analysis(train, test, **options):
 
 
 def run(model, train, test, **options):
-    records = records_of(analysis(train, test, **options), model)
-    keys = [(r.metric, r.layer, *(v for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
-    assert len(set(keys)) == len(keys)
-    return dict(zip(keys, records, strict=True))
+    return keyed_records(analysis(train, test, **options), model)
 
 
 def values(records):

@@ -15,7 +15,7 @@ from lit_layers.models.view import LayeredModel
 from tests.analyses.whole_jacobians import coupling_by_loops, whole_jacobians
 from tests.support.distilled import CLASSES, DIM, LAYERS, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records, records_of
 from tests.support.tiny_models import tiny, tiny_batch
 
 
@@ -32,14 +32,6 @@ def batch():
 @pytest.fixture(scope="module")
 def states(model, batch):
     return states_of_each_image(model, batch["pixel_values"])
-
-
-def keyed_records(analysis, model):
-    """Return the records by metric, layer and the values of their tags."""
-    return {
-        (r.metric, r.layer, *(v for k, v in sorted(r.tags.items()) if not k.startswith("num_"))): r
-        for r in records_of(analysis, model)
-    }
 
 
 def test_the_lens_reads_every_layer_with_both_heads_and_compares_with_labels(model, batch, states):

@@ -9,36 +9,19 @@ from lit_layers.records import AXES
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.distilled import PATCHES, PREFIX, distilled, states_of_each_image
 from tests.support.listed_batches import Listed
-from tests.support.measured import records_of
+from tests.support.measured import keyed_records
+from tests.support.references import covariance_paths
 from tests.support.tiny_models import tiny, tiny_batch
 
 BATCHES = [tiny_batch("gpt2", batch=2, tokens=9, padding="left"), tiny_batch("gpt2", batch=2, tokens=8, seed=2)]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
-
-
 def run(model, *batches, **options):
-    records = records_of(PathsInPlane(batches=Listed(*batches), **options), model)
-    tags = [{name: tag for name, tag in r.tags.items() if not name.startswith("num_")} for r in records]
-    keys = [(r.metric, r.layer, *own.values()) for r, own in zip(records, tags, strict=True)]
-    assert len(set(keys)) == len(keys)
-    return dict(zip(keys, records, strict=True))
-
-
-def covariance_paths(states, drop_first=1):
-    """Return points (layers + 1, tokens, 2) and the share of variance along each axis."""
-    states = states[:, drop_first:]
-    values, vectors = np.linalg.eigh(np.cov(states[-1].T, bias=True))
-    axes = vectors[:, [-1, -2]]
-    axes = axes * np.sign(np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0))
-    return (states - states[-1].mean(0)) @ axes, values[[-1, -2]] / values.sum()
+    return keyed_records(PathsInPlane(batches=Listed(*batches), **options), model)
 
 
 def check(records, prompts, drop_first=1):
-    expected = [covariance_paths(states, drop_first) for states in prompts]
+    expected = [covariance_paths(states[:, drop_first:]) for states in prompts]
     for prompt, (points, shares) in enumerate(expected, start=1):
         for axis in (1, 2):
             assert records.pop(("path_variance", None, prompt, axis)).value == pytest.approx(shares[axis - 1])

@@ -32,11 +32,6 @@ def run(model, batches=BATCHES, **options):
     return dict(zip(keys, records, strict=True))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
-
-
 def rows_of(model, *, final_norm=False):
     """Return states (layers + 1, rows, dim), next tokens and text index of each row, from single texts."""
     states, targets, texts = [], [], []

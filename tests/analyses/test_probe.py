@@ -280,7 +280,6 @@ def test_wrong_options_are_refused_in_one_sentence(model, tokenizer, tmp_path):
     given = {"task": written_task(tmp_path), "tokenizer": str(tokenizer)}
     for analysis, sentence in (
         (Probe(**given, max_tokens=0), "max_tokens: expected more than the 0 special tokens of every text, got 0"),
-        (Probe(**given | {"task": "banking78"}), "task: there is no 'banking78'; did you mean banking77"),
         (SampleSizeSweep(**given, layers=[9]), r"sample_sizes/colours: expected layers from 0 to 3, got \[9\]"),
     ):
         with pytest.raises(InputError, match=sentence):

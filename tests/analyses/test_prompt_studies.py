@@ -11,7 +11,7 @@ from lit_layers.errors import InputError
 from tests.analyses.prompt_states import prompts_of, states_of_each_prompt
 from tests.support.listed_batches import Listed
 from tests.support.measured import records_of
-from tests.support.tiny_models import tiny, tiny_batch
+from tests.support.tiny_models import tiny_batch
 
 BATCHES = [
     tiny_batch("gpt2", batch=3, tokens=14, padding="left", seed=1),
@@ -19,11 +19,6 @@ BATCHES = [
 ]
 LAYERS = (0, 1, 2, 3)
 SPECIAL = {0, 1, 2, 5}  # 1 and 2 by the config
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
 
 
 @pytest.fixture(scope="module")

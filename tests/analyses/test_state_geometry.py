@@ -16,11 +16,6 @@ from tests.support.measured import records_of
 from tests.support.tiny_models import LAYERS, tiny
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
-
-
 def run(model, **options) -> dict[Any, Any]:
     records = records_of(StateGeometry(batches=Listed(*BATCHES), first_rank=3, **options), model)
     return {(record.metric, record.layer): record for record in records}

@@ -23,7 +23,6 @@ from tests.analyses.prompt_states import attention_of_each_prompt, states_of_eac
 from tests.support.every_analysis import prompts
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.measured import records_of
-from tests.support.tiny_models import tiny
 
 LAYERS = 3
 
@@ -31,11 +30,6 @@ LAYERS = 3
 def stable_rank(states):
     """Return the stable rank of states (points, dim)."""
     return (states**2).sum() / torch.linalg.matrix_norm(states, 2) ** 2
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,6 @@ from tests.support.measured import records_of
 from tests.support.tiny_models import tiny, tiny_batch
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny("gpt2", torch.float64)
-
-
 def find(records, metric, layer=None, **tags):
     (record,) = [r for r in records if (r.metric, r.layer, r.tags) == (metric, layer, tags)]
     return record

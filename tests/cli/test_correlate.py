@@ -12,7 +12,7 @@ import pytest
 
 from lit_layers.cli.main import main
 from lit_layers.figures.vega import script
-from tests.support.charts import page_figures
+from tests.support.charts import page_figures, visible_text
 from tests.support.runs import make_models
 from tests.support.undrawn import leave_undrawn
 
@@ -36,12 +36,6 @@ def study(tmp_path) -> Path:
     rows = [f"m{n},{30 + n * (7 - n)},{256 + 64 * n},{'ab'[n % 2]}" for n in range(6)]
     (tmp_path / "scores.csv").write_text("\n".join(["model,arc,width,family", *rows]))
     return tmp_path
-
-
-def visible_text(page: Path) -> str:
-    """Return the text of a page without its scripts and styles."""
-    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
-    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))
 
 
 def test_the_published_table_is_printed_with_its_warnings_and_saved_as_json_and_csv(published):

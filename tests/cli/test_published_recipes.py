@@ -10,7 +10,6 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from lit_layers.papers import read_recipe
 from lit_layers.tasks import mteb_scores
 from tests.cli.test_task_commands import write_grid
 from tests.support.paper_tables import ROOT, recipe_paths
-from tests.support.papers_world import cached, wikitext_files, write_data, write_hub
+from tests.support.papers_world import cached, replace_wikitext, wikitext_files, write_data, write_hub
 from tests.support.series_hub import let_downloads_end, served
 
 pytestmark = pytest.mark.timeout(0)
@@ -38,9 +37,6 @@ TROUBLE = ("error", "failed", "exit code", "select:")
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Path]:
     """A working directory with the recipes, the stand-in Hub, WikiText and the data."""
-    import datasets
-    import huggingface_hub
-
     folder = tmp_path_factory.mktemp("work")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     for path in [*folder.glob("recipes/glue/*.yaml"), *folder.glob("recipes/finetune/*.yaml")]:
@@ -52,17 +48,8 @@ def workdir(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Ite
         path.write_text(re.sub("16-mixed", "32-true", text))
     world = shared_cache.with_name("papers")
     hub, files = cached(world / "hub", write_hub), wikitext_files(folder / "wikitext")
-    load = datasets.load_dataset
-
-    def wikitext(path: str, *config: str, **options: Any) -> Any:
-        if path != "Salesforce/wikitext":  # lm-eval also reads files with this function
-            return load(path, *config, **options)
-        assert (config, options["revision"]) == (("wikitext-103-raw-v1",), "abc")
-        return load("parquet", data_files=files, split=options["split"], streaming=options["streaming"])
-
     with pytest.MonkeyPatch.context() as patch, served(hub, folder / "home" / "hub", patch):
-        patch.setattr(datasets, "load_dataset", wikitext)
-        patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
+        replace_wikitext(patch, files)
         patch.setattr(mteb_scores, "NUM_METRIC_TEXTS", FEW_TEXTS)
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(cached(world / "few", functools.partial(write_data, rows=FEW_ROWS))))
         patch.chdir(folder)

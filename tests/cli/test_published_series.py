@@ -11,7 +11,6 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -23,6 +22,7 @@ from lit_layers.data.tokenization import save_tokenizer, train_bpe
 from lit_layers.series.opening import repositories_of
 from tests.support.benchmark_files import write_benchmarks
 from tests.support.documented_commands import documented_commands
+from tests.support.papers_world import replace_wikitext
 from tests.support.saved_models import saved
 from tests.support.series_hub import let_downloads_end, make_series, served
 
@@ -110,9 +110,6 @@ def everything(published, tokenizer, tmp_path_factory) -> None:
 @pytest.fixture(scope="module")
 def workdir(published, tmp_path_factory) -> Iterator[Path]:
     """A working directory with the recipes, the stand-in Hub and WikiText."""
-    import datasets
-    import huggingface_hub
-
     folder = tmp_path_factory.mktemp("work")
     shutil.copytree(ROOT / "checkpoints", folder / "checkpoints")
     for recipe in RECIPES:
@@ -122,19 +119,13 @@ def workdir(published, tmp_path_factory) -> Iterator[Path]:
         path = folder / recipe.relative_to(ROOT)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    files, load = {}, datasets.load_dataset
+    files = {}
     for split, texts in (("train", TEXT[:2]), ("validation", TEXT[2:])):
         files[split] = str(folder / f"{split}.parquet")
         rows = [line for number, text in enumerate(texts) for line in (f" = Article {number} = \n", f" {text} \n")]
         pd.DataFrame({"text": rows}).to_parquet(files[split])
-
-    def wikitext(path, *, name, split, revision, streaming):
-        assert (path, name, revision) == ("Salesforce/wikitext", "wikitext-103-raw-v1", "abc")
-        return load("parquet", data_files=files, split=split, streaming=streaming)
-
     with pytest.MonkeyPatch.context() as patch, served(published, folder / "home" / "hub", patch):
-        patch.setattr(datasets, "load_dataset", wikitext)
-        patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))
+        replace_wikitext(patch, files)
         patch.setenv("LIT_LAYERS_BENCHMARKS", str(write_benchmarks(folder / "benchmarks")))
         patch.chdir(folder)
         yield folder

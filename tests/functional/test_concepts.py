@@ -9,12 +9,7 @@ import torch
 from scipy.stats import ortho_group
 
 from lit_layers.functional.geometry import _derangements, concept_alignment
-from tests.support.references import normal
-
-
-def cosine(a, b, metric=None):
-    metric = np.eye(len(a)) if metric is None else metric
-    return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
+from tests.support.references import cosine, normal
 
 
 def alignment_from_loops(first, second, metric=None):

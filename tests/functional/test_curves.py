@@ -135,13 +135,6 @@ def test_the_wilson_interval_equals_that_of_scipy():
         assert wilson_interval(successes, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_the_wilson_interval_solves_its_equation_and_is_symmetric():
-    low, high = wilson_interval(7, 40)
-    for bound in (low, high):
-        assert abs(7 / 40 - bound) == pytest.approx(1.959963984540054 * math.sqrt(bound * (1 - bound) / 40))
-    assert wilson_interval(33, 40) == pytest.approx((1 - high, 1 - low))
-
-
 # ---------------------------------------------------------------------------------------- choose_layer
 
 RISING = [0.20, 0.50, 0.70, 0.80, 0.84, 0.85, 0.86, 0.86]

@@ -18,7 +18,7 @@ from lit_layers.functional.entropy import (
     rankme,
     spectrum,
 )
-from tests.support.references import normal, rotation
+from tests.support.references import normal, renyi, rotation
 
 METRICS = (matrix_entropy, effective_rank, rankme, participation_ratio)
 
@@ -28,14 +28,6 @@ def eigenvalues(rows):
     gram = rows.numpy() @ rows.numpy().T
     shares = np.linalg.eigvalsh(gram / np.trace(gram))
     return shares[shares > 1e-15]
-
-
-def renyi(shares, alpha):
-    if alpha == 1:
-        return -sum(p * math.log(p) for p in shares)
-    if alpha == math.inf:
-        return -math.log(max(shares))
-    return math.log(sum(p**alpha for p in shares)) / (1 - alpha)
 
 
 def released(rows, alpha):

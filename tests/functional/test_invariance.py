@@ -10,7 +10,7 @@ import torch
 
 from lit_layers.functional.entropy import LidarSums, dime, infonce, lidar, matrix_entropy
 from lit_layers.functional.singular import eigenvalues
-from tests.support.references import normal, rotation
+from tests.support.references import normal, renyi, rotation
 
 BOTH: Any = "both"
 
@@ -28,12 +28,9 @@ def unit(rows):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def renyi(matrix, alpha):
+def matrix_renyi(matrix, alpha):
     shares = np.linalg.eigvalsh(matrix)
-    shares = shares[shares > 1e-13 * shares.max()] / shares[shares > 0].sum()
-    if alpha == 1:
-        return -sum(p * math.log(p) for p in shares)
-    return math.log(sum(p**alpha for p in shares)) / (1 - alpha)
+    return renyi(shares[shares > 1e-13 * shares.max()] / shares[shares > 0].sum(), alpha)
 
 
 def written_out_infonce(view_a, view_b, temperature, scaled, form):
@@ -69,7 +66,9 @@ def written_out_dime(view_a, view_b, alpha, scaled, orders, smaller=False, frobe
     gram_a, gram_b = a @ a.T, b @ b.T
 
     def entropy(matrix):
-        return -math.log((matrix**2).sum() / len(matrix) ** 2) if frobenius and alpha == 2 else renyi(matrix, alpha)
+        return (
+            -math.log((matrix**2).sum() / len(matrix) ** 2) if frobenius and alpha == 2 else matrix_renyi(matrix, alpha)
+        )
 
     shuffled = [entropy(gram_a * gram_b[np.ix_(order, order)]) for order in np.asarray(orders)]
     return np.mean(shuffled) - entropy(gram_a * gram_b)
@@ -108,7 +107,7 @@ def test_lidar_is_the_entropy_of_the_whitened_scatter_between_prompts():
     for alpha in [1, 0.5, 2]:
         for delta in [1e-4, 0.3, 0.0]:
             views = torch.stack([some_views(), some_views(noise=0.1)])
-            expected = [renyi(written_out_lidar(each, delta), alpha) for each in views]
+            expected = [matrix_renyi(written_out_lidar(each, delta), alpha) for each in views]
             np.testing.assert_allclose(lidar(views, delta=delta, alpha=alpha), expected, rtol=1e-9)
 
 

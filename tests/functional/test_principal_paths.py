@@ -5,20 +5,11 @@ import pytest
 import torch
 
 from lit_layers.functional.trajectory import principal_paths
-from tests.support.references import normal, rotation
+from tests.support.references import covariance_paths, normal, rotation
 
 
 def random_states(layers=4, tokens=9, dim=6, seed=0):
     return normal(layers, tokens, dim, seed=seed)
-
-
-def covariance_paths(states):
-    last = states[-1]
-    mean = last.mean(0)
-    values, vectors = np.linalg.eigh(np.cov(last.T, bias=True))
-    axes = vectors[:, [-1, -2]].T
-    axes = np.array([axis if axis[np.abs(axis).argmax()] > 0 else -axis for axis in axes])
-    return (states - mean) @ axes.T, values[[-1, -2]] / values.sum()
 
 
 def test_points_and_shares_come_from_the_covariance_of_the_last_layer():

@@ -132,3 +132,9 @@ def figure_data(page: str) -> list[dict[str, Any]]:
     """Return the data of all figures that a page holds for its script."""
     text = re.search(r'<script type="application/gzip" id="report-data">(.*?)</script>', page, re.S)
     return json.loads(gzip.decompress(base64.b64decode(text[1]))) if text is not None else []
+
+
+def visible_text(page: Path) -> str:
+    """Return the text of a page without its scripts and styles."""
+    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(), flags=re.S)
+    return html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text)))

@@ -14,3 +14,17 @@ def records_of(analysis: Analysis, model: nn.Module | LayeredModel) -> list[Reco
     if outcome.failure is not None:
         raise outcome.failure
     return outcome.records
+
+
+def keyed_records(analysis: Analysis, model: nn.Module | LayeredModel, *tags: str) -> dict[tuple, Record]:
+    """Return the records by metric, layer and the values of these tags, and check that no two have one key.
+
+    By default a key has the values of all tags that are no counts. A tag that a record lacks is None.
+    """
+    found = {}
+    for record in records_of(analysis, model):
+        own = [value for name, value in record.tags.items() if not name.startswith("num_")]
+        key = record.metric, record.layer, *(map(record.tags.get, tags) if tags else own)
+        assert key not in found, key
+        found[key] = record
+    return found

@@ -7,9 +7,12 @@ import random
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import yaml
 from filelock import FileLock
 
@@ -152,3 +155,20 @@ def wikitext_files(folder: Path) -> dict[str, str]:
         files[split] = str(folder / f"{split}.parquet")
         pq.write_table(pa.table({"text": rows}), files[split])
     return files
+
+
+def replace_wikitext(patch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """Load WikiText from these files, and every other data set as before."""
+    import datasets
+    import huggingface_hub
+
+    load = datasets.load_dataset
+
+    def loaded(path: str, *config: str | None, **options: Any) -> Any:
+        if path != "Salesforce/wikitext":  # lm-eval also reads files with this function
+            return load(path, *config, **options)
+        assert (options["name"], options["revision"]) == ("wikitext-103-raw-v1", "abc")
+        return load("parquet", data_files=files, split=options["split"], streaming=options["streaming"])
+
+    patch.setattr(datasets, "load_dataset", loaded)
+    patch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="abc", siblings=[]))

@@ -1,6 +1,7 @@
 """Random numbers, rotations and reference implementations of formulas, for tests of several functions."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,29 @@ def cka(x: np.ndarray, y: np.ndarray, *, debiased: bool) -> float:
 
     k, m = x @ x.T, y @ y.T
     return hsic(k, m) / math.sqrt(hsic(k, k) * hsic(m, m))
+
+
+def cosine(a: np.ndarray, b: np.ndarray, metric: np.ndarray | None = None) -> float:
+    """Return a'Mb / sqrt(a'Ma b'Mb), with the identity as default M."""
+    metric = np.eye(len(a)) if metric is None else metric
+    return a @ metric @ b / math.sqrt((a @ metric @ a) * (b @ metric @ b))
+
+
+def renyi(shares: Iterable[float], alpha: float) -> float:
+    """Return the Renyi entropy of shares that sum to 1, in nats."""
+    if alpha == 1:
+        return -sum(p * math.log(p) for p in shares)
+    if alpha == math.inf:
+        return -math.log(max(shares))
+    return math.log(sum(p**alpha for p in shares)) / (1 - alpha)
+
+
+def covariance_paths(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return points (layers, tokens, 2) and the shares of variance of both axes, from the covariance of the last layer.
+
+    The largest entry of each axis is positive.
+    """
+    values, vectors = np.linalg.eigh(np.cov(states[-1].T, bias=True))
+    axes = vectors[:, [-1, -2]]
+    axes = axes * np.sign(np.take_along_axis(axes, np.abs(axes).argmax(0)[None], axis=0))
+    return (states - states[-1].mean(0)) @ axes, values[[-1, -2]] / values.sum()
