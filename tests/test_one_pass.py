@@ -109,22 +109,6 @@ def test_each_text_passes_each_block_once(padding):
         assert set(count.values()) == {1}
 
 
-def test_results_do_not_depend_on_analyses_in_the_same_pass():
-    """Each analysis has its own batch objects; test_contract tests all analyses with shared objects."""
-    model, batch = tiny("gpt2", torch.float64), texts("left")
-    analyses = several(batch)
-    found = together(model, analyses)
-    assert list(found) == [analysis.name for analysis in analyses]
-    for analysis in analyses:
-        alone, beside = measure(model, analysis, **FACTS), found[analysis.name]
-        assert alone.error is None
-        assert beside.provenance == alone.provenance
-        assert [each.metric for each in beside.records] == [each.metric for each in alone.records]
-        for one, other in zip(beside.records, alone.records, strict=True):
-            assert one.value == pytest.approx(other.value, rel=1e-9, abs=1e-12, nan_ok=True), one
-            assert (one.layer, one.n, one.low is None) == (other.layer, other.n, other.low is None)
-
-
 def test_the_mechanism_analyses_take_one_pass_and_the_weights_of_attention():
     model, data, calls = tiny("gpt2"), cut(texts(), 4, 4), Counter()
     for block in model.transformer.h:

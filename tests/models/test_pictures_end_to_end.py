@@ -8,30 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from lit_layers import records
 from lit_layers.analyses import LabelProbe, Representation, Trajectory
-from lit_layers.cli.main import main
 from lit_layers.data import EvalImages
 from lit_layers.errors import InputError
 from lit_layers.models import LayeredModel, load
 from lit_layers.models.pixels import PREPROCESSOR
 from tests.support.measured import records_of
 from tests.support.measured_series import analyze
-from tests.support.rounding import assert_same_numbers
 from tests.support.saved_models import saved
 from tests.support.tiny_models import IMAGE, LAYERS, tiny
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": IMAGE, "width": IMAGE}}
-RECIPE = """
-analyses:
-  - class_path: lit_layers.analyses.Trajectory
-    init_args:
-      batches: &images
-        class_path: lit_layers.data.EvalImages
-        init_args: {source: digits, num_images: 4, image_size: 16, normalisation: half}
-  - class_path: lit_layers.analyses.Representation
-    init_args: {batches: *images}
-"""
 
 
 def digits(**options) -> EvalImages:
@@ -49,19 +36,6 @@ def folder(tmp_path) -> Path:
     saved(tmp_path / "dinov2", "picture_dinov2_trunk")
     (tmp_path / "dinov2" / PREPROCESSOR).write_text(json.dumps(HALF))
     return tmp_path / "dinov2"
-
-
-@pytest.mark.soak
-def test_an_image_model_gives_the_same_numbers_whole_and_offloaded(folder, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    roots = tmp_path / "whole", tmp_path / "offloaded"
-    for root, how in zip(roots, ([], ["--offload", str(tmp_path / "scratch")]), strict=True):
-        command = ["analyze", str(folder), "--config", str(tmp_path / "recipe.yaml"), "--root", str(root), *how]
-        assert main([*command, "--device", "cpu"]) == 0
-    whole, offloaded = (records.read(root / "measurements.jsonl") for root in roots)
-    assert [m.analysis for m in whole] == ["trajectory", "representation"]
-    assert all(m.records and m.error is None for m in whole)
-    assert_same_numbers(offloaded, whole)
 
 
 def test_numbers_equal_those_of_the_hidden_states_of_transformers(folder, tmp_path):

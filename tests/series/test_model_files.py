@@ -1,7 +1,6 @@
 """The files of one model, in a folder or on the Hub."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -9,15 +8,6 @@ from lit_layers.errors import InputError
 from lit_layers.series.checkpoint_sources import ModelFiles
 from tests.support.saved_models import saved
 from tests.support.series_hub import served
-
-
-def test_a_missing_path_is_refused_without_a_request_to_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("checkpoints").mkdir()
-    for missing in (tmp_path / "nothing", str(tmp_path / "nothing"), "checkpoints/nothing"):
-        sentence = f"^expected a folder with a model or a name on the Hub, {missing} does not exist$"
-        with pytest.raises(InputError, match=sentence):
-            ModelFiles(missing)
 
 
 def test_files_are_downloaded_from_the_hub_on_request(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """The image classifier: its recipe against formulas, exact resume, and its logs."""
 
 import copy
-import functools
 import math
 
 import lightning as L
@@ -15,7 +14,7 @@ from lit_layers.analyses import Lens, Trajectory
 from lit_layers.data import EvalImages
 from lit_layers.data.images import SmallPictures, image_source
 from lit_layers.errors import InputError
-from lit_layers.models.build import save, vit
+from lit_layers.models.build import vit
 from lit_layers.models.pixels import pixel_statistics
 from lit_layers.models.saved import load
 from lit_layers.models.view import LayeredModel
@@ -24,7 +23,7 @@ from lit_layers.training.modules import parameter_groups
 from lit_layers.training.resuming import ResumeCheckpoint, resume_point
 from lit_layers.training.run_folder import step_folder
 from lit_layers.training.run_log import RunLog
-from tests.support.tiny_images import CONFIG, data, fit, module
+from tests.support.tiny_images import data, fit, module
 
 MIXED = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}
 VALIDATED = {"limit_val_batches": 1.0, "val_check_interval": 2, "check_val_every_n_epoch": None}
@@ -186,9 +185,6 @@ def test_images_unlike_those_of_training_are_refused_and_the_saved_model_has_the
     Lens(batches=EvalImages("digits", num_images=4)).check(view)
     with pytest.raises(InputError, match="the model was trained with mean"):
         Lens(batches=EvalImages("digits", num_images=4, normalisation="half")).check(view)
-    fresh = vit("vit_tiny_patch16_224", **CONFIG, img_size=8, patch_size=4, num_classes=10)
-    save(fresh, tmp_path / "fresh")
-    assert pixel_statistics(load(tmp_path / "fresh")) is None
 
 
 def test_nan_logits_have_a_nan_accuracy(tmp_path):
@@ -198,15 +194,6 @@ def test_nan_logits_have_a_nan_accuracy(tmp_path):
         lit.model.get_parameter("head.bias")[3] = torch.nan
     trainer.validate(lit, datamodule=data(), verbose=False)
     assert math.isnan(trainer.callback_metrics["validation/accuracy"])
-
-
-@pytest.mark.soak
-def test_a_compiled_run_saves_the_eager_model(tmp_path, monkeypatch):
-    # Only Dynamo's part: generating and compiling code takes minutes and is not tested here.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    series = SeriesCheckpoint({"every": 9}, tmp_path / "run")
-    _, lit = fit(tmp_path, series, lit=module(compile=True, drop_path_rate=0.0), steps=2)
-    assert same(load(step_folder(tmp_path / "run", 2)).state_dict(), lit.model.state_dict())
 
 
 def test_the_gradient_norm_is_measured_before_clipping_and_the_limit_holds(tmp_path):

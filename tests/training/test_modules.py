@@ -116,16 +116,6 @@ def test_the_validation_loss_is_weighted_and_nan_if_a_batch_is_nan():
         assert lit.validation_loss.compute().item() == pytest.approx(mean, nan_ok=True, rel=0, abs=0)
 
 
-def test_a_config_that_does_not_fit_the_data_or_is_misspelt_is_refused(tmp_path):
-    for config, message in (
-        ({**CONFIG, "n_positions": 8}, "data.num_tokens: expected at most 8, the context of model.config, got 12"),
-        ({**CONFIG, "vocab_size": 50}, "model.config.vocab_size: expected at least the tokenizer's 61"),
-        ({"n_layers": 2}, "n_layers"),
-    ):
-        with pytest.raises(InputError, match=message):
-            fit(tmp_path, [], module=LitCausalLM("gpt2", config))
-
-
 def test_wrong_hyper_parameters_are_refused():
     for option, value, message in (
         ("lr", -1.0, "model.lr: expected more than 0"),

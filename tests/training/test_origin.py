@@ -11,7 +11,6 @@ import torch
 from lit_layers import records
 from lit_layers.analyses import Trajectory
 from lit_layers.errors import InputError
-from lit_layers.measuring.offline import analyze_series
 from lit_layers.models import load, weights_hash
 from lit_layers.series import StepFolders
 from lit_layers.series.opening import find_checkpoint
@@ -191,10 +190,3 @@ def test_text_of_another_tokenizer_is_refused(tmp_path):
     check_tokenizer(tmp_path, same, "lab/tiny")
     with pytest.raises(InputError, match="tokenizer: lab/tiny was trained with another one than bpe:270"):
         check_tokenizer(tmp_path, other, "lab/tiny")
-
-
-def test_analyzing_the_series_of_such_a_run_measures_nothing_again(later, tmp_path):
-    root = tmp_path / "later"
-    shutil.copytree(later, root)
-    result = analyze_series(StepFolders(root), [Trajectory(batches=RandomText())], root=root)
-    assert (result.measurements, result.num_known) == ([], 3)

@@ -77,7 +77,7 @@ def test_an_error_of_the_writer_ends_the_run_in_one_sentence(tmp_path):
 
 
 def test_sigterm_ends_the_run_after_the_current_step_and_saves_it(tmp_path):
-    """A short form of tests/cli/test_resume.py. Steps have two batches; the signal comes between those of step 3."""
+    """Steps have two batches; the signal comes between those of step 3. tests/cli/test_resume_ranks.py resumes."""
 
     class Preempted(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

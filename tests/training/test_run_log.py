@@ -132,10 +132,9 @@ def test_a_module_with_manual_optimization_and_no_loss_is_logged(tmp_path):
     assert [(row["step"], row["mine"]) for row in records.rows(tmp_path / "metrics.jsonl")] == [(1, 0), (2, 1), (3, 2)]
 
 
-def test_rows_hold_tokens_speed_gradient_norm_and_the_learning_rate_that_the_update_used(tmp_path):
+def test_rows_hold_speed_gradient_norm_and_the_learning_rate_that_the_update_used(tmp_path):
     rows, _, _ = watched(tmp_path, steps=4, log_every_n_steps=2, module=module(lr=0.01, warmup_steps=4))
     assert [row["train/learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
-    assert [row["tokens"] for row in rows] == [96, 192, 288, 384]
     assert all(row["train/grad_norm"] > 0 for row in rows)
     assert ["train/tokens_per_second" in row for row in rows] == [False, True, False, True]
 

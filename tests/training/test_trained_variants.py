@@ -152,10 +152,8 @@ def test_wrong_options_are_refused_before_training(home, tmp_path):
         (finetuning(home, tmp_path, middles=(1,)), gpt2, "middles: of 3 blocks the middle has 2 blocks, got 1"),
         (finetuning(home, tmp_path, custom=("1 4",)), gpt2, "block: expected 1..3, got 4"),
         (finetuning(home, tmp_path, folder=tmp_path), gpt2, "folder: expected a file tasks.yaml in"),
-        (glue(home, tmp_path, variants=("skipped",)), bert, "variants: there is no 'skipped'"),
         (glue(home, tmp_path), LayeredModel(tiny("vit")), "glue: expected an encoder .*, got VisionTransformer"),
         (glue(home, tmp_path, {"precision": "x"}), bert, "recipe: precision: Precision 'x' is invalid"),
-        (glue(home, tmp_path, folder=tmp_path), bert, "folder: expected a file tasks.yaml in"),
         (replace(glue(home, tmp_path), tokenizer="nowhere.json"), bert, "no tokenizer 'nowhere.json'"),
     ]
     for analysis, view, sentence in cases:
