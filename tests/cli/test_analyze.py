@@ -1,4 +1,4 @@
-"""`lit-layers analyze` on one model, on a trained run, and on a series given by its class."""
+"""`lit-layers analyze` on one model, on a trained run, and on several models."""
 
 import json
 import shutil
@@ -13,9 +13,7 @@ from lit_layers.analyses import Trajectory
 from lit_layers.cli.main import main
 from lit_layers.data import EvalText
 from lit_layers.data.tokenization import save_tokenizer, train_bpe
-from lit_layers.models.build import causal_lm, quiet, save, untrained, vit, weights_hash
-from lit_layers.models.saved import load
-from lit_layers.run_data import read_run
+from lit_layers.models.build import causal_lm, save, vit, weights_hash
 from lit_layers.series import OneModel
 from tests.cli.conftest import PACKAGE
 from tests.cli.test_fit import RECIPE as TRAINING
@@ -24,25 +22,8 @@ from tests.support.measured_series import analyze as analyze_one
 from tests.support.rounding import assert_same_numbers, check_records
 from tests.support.saved_models import saved
 from tests.support.series_hub import served
-from tests.support.tiny_configs import tiny_model
 
 ROOT = Path(__file__).parents[2]
-RECIPE = """
-analyses:
-  - class_path: lit_layers.analyses.Trajectory
-    init_args:
-      batches: &text
-        class_path: lit_layers.data.EvalText
-        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 8, num_tokens: 32}
-  - class_path: lit_layers.analyses.Representation
-    init_args: {batches: *text}
-  - class_path: lit_layers.analyses.Coupling
-    init_args:
-      batches:
-        class_path: lit_layers.data.EvalText
-        init_args: {corpus: "${corpus}", tokenizer: "${tokenizer}", num_sequences: 2, num_tokens: 16}
-      k: [4]
-"""
 
 
 def analyze(*arguments) -> int:
@@ -65,13 +46,6 @@ def model(tmp_path_factory, corpus) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(RECIPE)
-    return path
-
-
 def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer_offloaded(
     model, corpus, tmp_path, capsys, monkeypatch
 ):
@@ -83,24 +57,6 @@ def test_without_a_recipe_three_analyses_run_on_the_models_own_tokenizer_offload
     found = measured(root)
     assert [(m.analysis, m.step) for m in found] == [(name, 2) for name in ("trajectory", "representation", "coupling")]
     assert {(m.provenance["offloaded"], m.provenance["audit"]) for m in found} == {(True, "unaudited")}
-
-
-@pytest.mark.soak
-def test_a_model_saved_by_others_has_the_same_numbers_offloaded_and_whole(recipe, corpus, tmp_path):
-    """Measure OPT, which the package has no family for: its blocks are found by structure."""
-    folder = tmp_path / "opt"
-    network = tiny_model("OPTForCausalLM", "opt", vocab_size=300, max_position_embeddings=128)
-    with quiet():
-        network.save_pretrained(folder, max_shard_size="20KB")
-    shutil.copytree(corpus / "tokenizer", folder, dirs_exist_ok=True)
-    found = []
-    for root, options in (("offloaded", ["--offload", tmp_path / "scratch"]), ("whole", [])):
-        assert analyze(folder, *options, "--corpus", corpus, "--config", recipe, "--root", tmp_path / root) == 0
-        found.append(measured(tmp_path / root))
-    assert_same_numbers(*found)
-    offloaded, whole = (measurements[0].provenance for measurements in found)
-    assert offloaded["origin"] == whole["origin"] == "structure"
-    assert offloaded["proof"] == pytest.approx(whole["proof"], abs=1e-5)  # the two proofs differ by rounding errors
 
 
 def test_an_analysis_that_fails_is_reported_and_the_exit_code_is_1(model, corpus, tmp_path, capsys):
@@ -126,14 +82,14 @@ def test_new_weights_of_a_model_need_no_weight_file(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_downloaded_and_offloaded(model, recipe, corpus, tmp_path, capfd, monkeypatch):
+def test_a_model_of_the_hub_is_downloaded_and_offloaded(model, training_analyses, corpus, tmp_path, capfd, monkeypatch):
     repository = tmp_path / "hub" / "org" / "tiny"
     for revision, seed in (("step2", 0), ("main", 1)):
         saved(repository / revision, "gpt_neox", seed=seed, vocab_size=300)
         shutil.copytree(corpus / "tokenizer", repository / revision, dirs_exist_ok=True)
 
     def command(*arguments, root: str) -> tuple[int, str]:
-        words = ["--offload", tmp_path / "scratch", "--config", recipe, "--corpus", corpus]
+        words = ["--offload", tmp_path / "scratch", "--config", training_analyses, "--corpus", corpus]
         return analyze(*arguments, *words, "--root", tmp_path / root), capfd.readouterr().err
 
     with served(tmp_path / "hub", tmp_path / "home" / "hub", monkeypatch) as hub:
@@ -146,7 +102,10 @@ def test_a_model_of_the_hub_is_downloaded_and_offloaded(model, recipe, corpus, t
     # From here on the Hub is not reachable.
     again = command("org/tiny", "--revision", "step2", root="again")
     assert again[0] == 0, again
-    assert analyze(repository / "step2", "--config", recipe, "--corpus", corpus, "--root", tmp_path / "local") == 0
+    assert (
+        analyze(repository / "step2", "--config", training_analyses, "--corpus", corpus, "--root", tmp_path / "local")
+        == 0
+    )
     one, other = (measured(tmp_path / name) for name in ("run", "local"))
     assert_same_numbers(one, other)
     assert (one[0].provenance["checkpoint"], one[0].provenance["revision"], one[0].step) == ("org/tiny", "step2", 2)
@@ -188,44 +147,6 @@ def test_a_run_is_measured_with_its_training_analyses_and_others_stay_out_of_its
     assert analyze(root, "--config", tmp_path / "other.yaml", "--steps", "0") == 0
     assert records.frame(file).equals(table)
     assert set(records.frame(file, settings="last")["k"].dropna()) == {3}
-
-
-@pytest.mark.soak
-def test_a_series_given_by_its_class_has_the_numbers_of_training(trained, training_analyses, tmp_path, capsys):
-    trained, _ = trained
-    written = {(m.step, m.analysis): m for m in measured(trained)}
-    series = {"class_path": "StepFolders", "init_args": {"root": str(trained), "steps": [0, 3]}}
-    (tmp_path / "series.yaml").write_text(yaml.safe_dump({"series": series}))
-    words = ["--config", tmp_path / "series.yaml", "--config", training_analyses]
-    assert analyze(*words) == 0
-    assert "0 measured, 4 were known" in capsys.readouterr().out  # in its folder, with its tokenizer
-    assert analyze(*words, "--series.steps", "[2]", "--root", tmp_path / "out") == 0
-    found = measured(tmp_path / "out")
-    assert [(m.step, m.tokens) for m in found] == [(2, 128)] * 2
-    for measurement in found:
-        training = written[measurement.step, measurement.analysis]
-        check_records(measurement.records, training.records)
-        assert measurement.provenance["config_hash"] == training.provenance["config_hash"]
-
-
-@pytest.mark.soak
-def test_new_weights_are_a_separate_row_and_in_no_curve_of_a_run(trained, training_analyses, tmp_path, capsys):
-    root = Path(shutil.copytree(trained[0], tmp_path / "run"))
-    model = root / "step-000000002"
-    words = [model, "--untrained", 3, "--config", training_analyses, "--root", root]
-    assert analyze(*words) == 0
-    rows = [m for m in measured(root) if m.step is None]
-    assert [(m.run, m.provenance["untrained"]) for m in rows] == [(f"{model}@untrained-3", {"seed": 3})] * 2
-    fresh = untrained(load(model), seed=3)
-    assert {m.provenance["weights_hash"] for m in rows} == {weights_hash(fresh)}
-    assert weights_hash(fresh) != weights_hash(untrained(load(model), seed=4))
-    run = read_run(root)
-    assert [m.step for m in run.measurements] == [0, 0, 2, 2, 3, 3]
-    assert run.other_runs == [f"{model}@untrained-3"]
-    assert analyze(*words) == 0
-    assert analyze(root) == 0
-    assert "0 measured, 6 were known" in capsys.readouterr().out
-    assert len(measured(root)) == 8
 
 
 def test_a_plan_measures_the_first_checkpoint_and_prints_how_long_all_checkpoints_take(trained, tmp_path, capsys):
@@ -278,14 +199,3 @@ def test_each_of_several_models_is_measured_on_text_in_its_own_tokens(two_models
     assert "0 measured, 2 were known" in capsys.readouterr().out
     assert main([*words, "--tokenizer", str(two_models[0])]) == 2
     assert "tokenizer: each of these models reads with its own: leave it out" in capsys.readouterr().err
-    (two_models[1] / "tokenizer.json").unlink()
-    assert main([*words, "--root", str(tmp_path / "again")]) == 1  # the other model is still measured
-    assert f"failed: tokenizer: {two_models[1]} carries none; name one with --tokenizer" in capsys.readouterr().err
-    assert [m.run for m in records.read(tmp_path / "again" / "measurements.jsonl")] == [str(two_models[0])]
-    save_tokenizer(train_bpe(["another text"], 257), tmp_path / "another")
-    given = f"{{{two_models[1]}: {tmp_path / 'another'}}}"
-    assert main([*words, "--root", str(tmp_path / "again"), "--series.tokenizers", given]) == 0
-    (two_models[0] / "tokenizer.json").unlink()
-    assert main([*words, "--root", str(tmp_path / "none")]) == 2
-    assert f"error: tokenizer: {two_models[0]} carries none" in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()

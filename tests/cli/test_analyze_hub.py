@@ -8,12 +8,10 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import yaml
-from huggingface_hub import constants
 
 from lit_layers import records
 from lit_layers.analyses import Representation, Trajectory
@@ -22,16 +20,12 @@ from lit_layers.data import EvalText
 from lit_layers.data.tokenization import load_tokenizer, tokenizer_hash
 from lit_layers.series import HubRevisions
 from lit_layers.series.checkpoint import THREAD, Checkpoint
-from tests.support.fake_hub import Repo
+from tests.cli.test_fit import TEXT
 from tests.support.measured_series import analyze as analyze_one
 from tests.support.series_hub import TWELVE, make_series, served, template
 
 FEW = (0, 2, 4, 8)
 SIZE = {"num_sequences": 4, "num_tokens": 16}
-TEXT = {
-    "class_path": "lit_layers.data.EvalText",
-    "init_args": {"corpus": "${corpus}", "tokenizer": "${tokenizer}", **SIZE},
-}
 RECIPE = {
     "analyses": [
         {"class_path": f"lit_layers.analyses.{name}", "init_args": {"batches": TEXT}}
@@ -84,14 +78,6 @@ def measure_local_files(repository: Path, corpus: Path, root: Path, steps) -> di
     return {(step, m.analysis): m.records for step, measurements in every.items() for m in measurements}
 
 
-@pytest.fixture(scope="module")
-def local_numbers(model, corpus, tmp_path_factory) -> dict:
-    """Numbers of local files for the steps that most tests use."""
-    folder = tmp_path_factory.mktemp("few")
-    make_series(model, folder, FEW)
-    return measure_local_files(folder, corpus, folder / "local", FEW)
-
-
 @pytest.mark.soak
 @pytest.mark.slow
 def test_eight_steps_are_audited_measured_interrupted_and_continued(
@@ -124,7 +110,7 @@ def test_eight_steps_are_audited_measured_interrupted_and_continued(
     clean = [step for step in steps if step not in (16, 32)]
     expected = measure_local_files(repository, corpus, tmp_path / "local", steps)
     assert saved_numbers(tmp_path / "out") == {key: numbers for key, numbers in expected.items() if key[0] in clean}
-    assert main([*command, "--allow_suspect"]) == 0
+    assert main([*command, "--allow_suspect", "--keep_downloads", "false"]) == 0
     assert saved_numbers(tmp_path / "out") == expected
     verdicts = {m.step: m.provenance["audit"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
     assert {step for step, verdict in verdicts.items() if verdict.split(" ")[0] != "clean"} == {16, 32}
@@ -145,33 +131,6 @@ def test_the_tokenizer_of_a_series_is_named_by_its_commit(hub, repository, model
     expected = Trajectory(batches=EvalText(str(corpus), named, **SIZE)).config_hash()
     hashes = {m.provenance["config_hash"] for m in records.read(tmp_path / "out" / "measurements.jsonl")}
     assert expected in hashes
-
-
-WEIGHTS = r"_cdn/.*/step4/"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("trouble", ["429", "503", "timeout"])
-def test_errors_of_the_hub_are_retried_then_reported_and_the_other_steps_are_measured(
-    trouble, hub, repository, model, local_numbers, command, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub retries at once
-    make_series(model, repository, FEW)
-    commit = Repo("models", "lab/tiny", repository).commit(repository / "step4")
-    if trouble == "timeout":
-        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
-        hub.delay(WEIGHTS, 0.5, times=1000)
-    else:
-        hub.fail(WEIGHTS if trouble == "429" else f"/tree/{commit}", int(trouble), times=1000)
-    sentence = {"429": "cannot download model.safetensors of lab/tiny at step4", "timeout": "timed out"}
-    assert main(command) == 1
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed: ")]
-    assert sentence.get(trouble, "cannot list the files of lab/tiny at step4") in line
-    assert "run the same command again later" in line
-    assert saved_numbers(tmp_path / "out") == {key: numbers for key, numbers in local_numbers.items() if key[0] != 4}
-    hub.rules.clear()
-    assert main(command) == 0
-    assert saved_numbers(tmp_path / "out") == local_numbers
 
 
 def waits_in(function: str) -> bool:

@@ -59,15 +59,6 @@ def test_a_suspect_run_exits_with_1_and_lists_its_suspect_steps(run, capsys, tmp
     assert main(["audit", str(run), "--steps", "0,2"]) == 1
 
 
-def test_a_truncated_step_is_found_if_files_are_read(run, capsys):
-    weights = run / "step-000000000" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert main(["audit", str(run)]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "suspect: step 0 (level: weights)" in out
-    assert "damaged step 0 model.safetensors cannot be read" in out
-
-
 def test_the_repositories_of_a_manifest_are_audited_one_after_the_other(tmp_path, model, monkeypatch, capsys):
     manifest = tmp_path / "own.yaml"
     manifest.write_text("repositories: [{names: [org/one, org/two], ranges: [[0, 20, 10]]}]")

@@ -61,28 +61,6 @@ def test_a_recipe_becomes_a_series_with_measurements_and_a_report(trained):
     assert "step 99" not in shown
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_page")
-def test_a_run_that_begins_with_a_checkpoint_of_another_run_reports_it(trained, recipe, tmp_path, capsys):
-    start, later = trained[0] / "step-000000002", tmp_path / "later"
-    begin = ["fit", "--config", str(recipe), "--root", str(later), "--model.init_from", str(start)]
-    assert main([*begin, "--trainer.max_steps", "1", "--model.decay_steps", "2"]) == 0
-    sentence = f"begins at step 2 with the weights of {start}; the optimizer starts afresh"
-    assert sentence in capsys.readouterr().out.replace("\n", "")
-    assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
-    assert "resumed at step 3 from" in capsys.readouterr().out
-    assert saved_steps(later) == [2, 3, 4]
-    assert [(row["step"], row["tokens"]) for row in records.rows(later / "metrics.jsonl")] == [(3, 192), (4, 256)]
-    # The run was killed after its last step: only the page may be missing.
-    assert main([*begin, "--trainer.max_steps", "2", "--model.decay_steps", "2", "--resume", "last"]) == 0
-    assert saved_steps(later) == [2, 3, 4]
-    assert f"trained up to step 4 already: the run in {later} is kept" in capsys.readouterr().out
-    # A model of another size does not fit these weights.
-    assert main([*begin, "--if_exists", "overwrite", "--model.config.n_layer", "2"]) == 2
-    assert "model.config.n_layer: " in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_used_folder_is_overwritten_only_with_an_option_of_the_command_line(trained, recipe, tmp_path):

@@ -1,4 +1,4 @@
-"""`lit-layers fit` on images: a measured run, its resume, and errors for wrong input."""
+"""`lit-layers fit` on images: a measured run, and errors for wrong input."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import yaml
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.data.images import image_source
-from lit_layers.training.run_folder import saved_steps, step_folder
+from lit_layers.training.run_folder import saved_steps
 from tests.data.test_image_sources import write_folders
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +39,10 @@ def recipe(tmp_path) -> Path:
 
 
 @pytest.mark.soak
-def test_a_run_records_its_images_and_resumes_to_the_same_bits(recipe, tmp_path):
+def test_a_run_records_its_images(recipe, tmp_path):
+    """tests/training/test_images.py resumes such a run."""
     assert main(["fit", "--config", str(recipe)]) == 0
-    root, whole = tmp_path / "run", tmp_path / "whole"
+    root = tmp_path / "run"
     facts = json.loads((root / "run.json").read_text())
     assert facts["data"]["classes"] == list("0123456789")
     assert facts["data"]["train_images"] == 1442
@@ -51,14 +52,8 @@ def test_a_run_records_its_images_and_resumes_to_the_same_bits(recipe, tmp_path)
     assert "vocab_size" not in facts["model"]
     row = records.rows(root / "metrics.jsonl")[-1]
     assert row.keys() >= {"validation/accuracy", "train/images_per_second"}
-    page = (root / "report.html").read_text()
-    assert "digits" in page
-    assert main(["fit", "--config", str(recipe), "--trainer.max_steps", "5", "--resume", "last"]) == 0
-    assert main(["fit", "--config", str(recipe), "--trainer.max_steps", "5", "--root", str(whole)]) == 0
-    assert saved_steps(root) == [0, 2, 3, 4, 5]
-    for step in (4, 5):
-        files = [(step_folder(each, step) / "model.safetensors").read_bytes() for each in (root, whole)]
-        assert files[0] == files[1]
+    assert "digits" in (root / "report.html").read_text()
+    assert saved_steps(root) == [0, 2, 3]
 
 
 @pytest.mark.soak

@@ -40,8 +40,6 @@ def home(tmp_path_factory) -> Path:
     save(tiny_causal_model(blocks=4, seed=3), root / "model")
     write_tokenizer(root / "model")
     saved_gpt2(root / "bare", tokenizer=False)
-    for step in (0, 100):
-        saved_gpt2(root / "run" / f"step-{step:09d}", n_layer=2)
     torch.manual_seed(0)
     small = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 10}
     save(vit("vit_tiny_patch16_224", **small).eval(), root / "vit")
@@ -183,16 +181,6 @@ def test_orders_of_the_user_are_measured_and_named(home, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_series_is_measured_step_by_step(home, tmp_path):
-    shape = ["--num_sequences", 2, "--num_tokens", 10, "--variants", "skip", "--allow_suspect"]
-    assert run(home / "run", "--corpus", home / "corpus.jsonl", *shape, "--root", tmp_path) == 0
-    assert [(m.step, m.error) for m in records.read(tmp_path / "measurements.jsonl")] == [(0, None), (100, None)]
-    table = pd.read_csv(tmp_path / "intervene" / "variants.csv")
-    assert set(table["step"]) == {0, 100}
-    assert {*table["variant"]} == {"baseline", "skip"}
-
-
-@pytest.mark.soak
 def test_an_image_classifier_is_scored_by_labels_and_compared_with_new_weights(home, tmp_path, capsys):
     chosen = ["--images", "digits", "--num_images", 40, "--variants", "skip", "--middles", 3, "--root", tmp_path]
     assert run(home / "vit", *chosen) == run(home / "vit", *chosen, "--untrained", 5) == 0
@@ -262,26 +250,6 @@ def test_ctrl_c_exits_with_130_and_the_next_run_continues(home, tmp_path, monkey
     assert len(calls) == 5 + 2
     assert run_on_tasks(home, tmp_path / "whole") == 0
     assert read_records(tmp_path) == read_records(tmp_path / "whole")
-
-
-@pytest.mark.soak
-def test_a_task_that_fails_does_not_stop_the_others(home, tmp_path, monkeypatch, capsys):
-    plain = LmEvalScorer.score
-
-    def score(scorer, network):
-        if scorer.name == "arc_challenge":
-            raise torch.OutOfMemoryError("out of memory")
-        return plain(scorer, network)
-
-    monkeypatch.setattr(LmEvalScorer, "score", score)
-    assert run_on_tasks(home, tmp_path) == 1
-    output = capsys.readouterr()
-    assert "failed: intervene/arc_challenge: OutOfMemoryError: out of memory" in output.err
-    assert "winogrande" in output.out
-    monkeypatch.setattr(LmEvalScorer, "score", plain)
-    assert run_on_tasks(home, tmp_path) == 0
-    last = {each.analysis: each.error for each in records.read(tmp_path / "measurements.jsonl")}
-    assert last == dict.fromkeys((f"intervene/{task}" for task in BOTH), None)
 
 
 # Speed and training

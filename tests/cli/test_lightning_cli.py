@@ -104,9 +104,11 @@ def test_fit_continues_a_training_of_a_plain_trainer_to_the_same_weights(workdir
 
 
 @pytest.mark.soak
-def test_a_run_begins_with_the_weights_of_a_file(workdir, tmp_path):
+def test_a_run_begins_with_the_weights_of_a_file(workdir, tmp_path, capsys):
     root = tmp_path / "run"
     assert main(command(workdir, ["--model.init_from", str(workdir / "files/step=2.ckpt"), "--root", str(root)])) == 0
+    sentence = f"begins at step 2 with the weights of {workdir / 'files/step=2.ckpt'}; the optimizer starts afresh"
+    assert sentence in capsys.readouterr().out.replace("\n", "")
     about = json.loads((root / "run.json").read_text())["origin"]
     assert (about["step"], about["checkpoint"]) == (2, str(workdir / "files/step=2.ckpt"))
     module = LitCausalLM.load_from_checkpoint(workdir / "files/step=2.ckpt", weights_only=True)

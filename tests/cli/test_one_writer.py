@@ -1,20 +1,15 @@
 """Commands on a run that another process writes, whose files vanish, or that is not writable."""
 
-import errno
-import json
 import random
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
-from filelock import FileLock
 
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.files.run_lock import writing
-from lit_layers.training import run_folder
 from lit_layers.training.run_folder import saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
 from tests.support.forked import _fork, _wait, run_forked
@@ -60,53 +55,6 @@ def test_every_command_that_writes_is_refused_while_another_process_writes(recip
             assert f"root: {root} is being written by process " in error
             assert sorted(path.name for path in root.iterdir()) == [".writer.lock"]
         assert not root.exists()
-
-
-@pytest.mark.soak
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_page")
-def test_a_full_disk_ends_a_training_with_a_sentence_and_the_run_can_be_resumed(recipe, tmp_path, monkeypatch, capfd):
-    root, save = tmp_path / "run", run_folder.save
-
-    def full(model, folder, tokenizer):
-        if folder.name.endswith("2"):
-            (folder / "part").write_bytes(b"0")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(model, folder, tokenizer)
-
-    monkeypatch.setattr(run_folder, "save", full)
-    assert fit(recipe, root) == 2
-    (error,) = error_lines(capfd.readouterr().err, "fit")
-    assert f"cannot write {root}/step-000000002: no space left on device" in error
-    assert "go on with --resume last" in error
-    assert not list(root.glob(".tmp-*"))
-    monkeypatch.undo()
-    assert fit(recipe, root, "--resume", "last") == 0
-    assert saved_steps(root) == [0, 2, 3]
-    assert [(m.step, m.error) for m in records.read(root / "measurements.jsonl")] == [
-        (step, None) for step in (0, 2, 3) for _ in range(2)
-    ]
-    assert json.loads((root / "run.json").read_text())["last_step"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_page")
-def test_report_and_resume_refuse_a_read_only_folder_in_one_sentence(recipe, trained, tmp_path, monkeypatch, capfd):
-    root = Path(shutil.copytree(trained[0], tmp_path / "run"))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    for name in ("write_text", "write_bytes", "unlink"):
-        monkeypatch.setattr(Path, name, refuse)
-    monkeypatch.setattr(FileLock, "acquire", refuse)
-    capfd.readouterr()
-    assert fit(recipe, root, "--resume", "last") == 2
-    (error,) = error_lines(capfd.readouterr().err, "fit")
-    assert f"root: cannot write to {root} (Read-only file system); choose another folder" in error
-    assert main(["report", str(root)]) == 2
-    (error,) = error_lines(capfd.readouterr().err, "report")
-    assert f"cannot write {root}/report.html: read-only file system; --root names another place" in error
 
 
 @pytest.mark.nightly

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 from lit_layers.cli.main import main
 from lit_layers.data.images import image_source
 from lit_layers.models.build import save, vit
 from tests.cli import test_fit_images
 from tests.cli.test_fit import RECIPE
-from tests.data.test_image_sources import write_arrays, write_folders
+from tests.data.test_image_sources import write_arrays
 from tests.support.benchmark_rows import write_tasks
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
 from tests.support.labelled_texts import labelled, saved_gpt2, write_banking77, write_csv
@@ -149,6 +148,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--model.lr -1", "model.lr: expected more than 0, got -1"),
         ("--model.lr 2.5", "model.lr: expected less than 1, got 2.5"),
         ("--model.config.n_layers 4", "n_layers"),
+        ("--model.config.vocab_size 50", "model.config.vocab_size: expected at least the tokenizer's 300"),
         ("--model.architecture gpt22", "gpt22"),
         ("--model.init_from /nowhere/model", "NAME@REVISION of the Hub, /nowhere/model is neither"),
         ("--data.num_workers -1", "data.num_workers: expected at least 0, got -1"),
@@ -206,7 +206,6 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--data.num_validation_images 0", "data.num_validation_images: expected at least 1, got 0"),
         ("--data.rand_augment strong", "data.rand_augment: timm does not know"),
         ("--analyses.init_args.batches.num_images 356", "356"),
-        ("--corpus animals --data.normalisation half --data.image_size 16", "class 'emu' is not in both train and val"),
         (f"{SEEN} --root seen --resume last --trainer.max_steps 4", "data.source: the run in"),
     ],
     "intervene": [
@@ -363,9 +362,6 @@ def write_tables(workdir: Path) -> None:
     (workdir / "long.jsonl").write_text("\n".join(long))
     (workdir / "taken").mkdir()
     (workdir / "taken" / "notes.txt").write_text("mine")
-    write_folders(workdir / "animals", size=8)
-    (workdir / "animals" / "train" / "emu").mkdir()
-    Image.new("RGB", (8, 8)).save(workdir / "animals" / "train" / "emu" / "0.png")
 
 
 def write_runs(workdir: Path) -> None:

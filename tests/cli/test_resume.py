@@ -24,7 +24,7 @@ from lit_layers.training import LitCausalLM, resuming, run_folder
 from lit_layers.training.resuming import FACTS, STATE, resume_point
 from lit_layers.training.run_folder import RunFolder, saved_steps, step_folder
 from tests.cli.test_fit import RECIPE
-from tests.support.forked import run_command, run_forked
+from tests.support.forked import run_forked
 from tests.support.read_wandb import read_finished
 from tests.support.undrawn import leave_undrawn
 
@@ -211,31 +211,7 @@ def test_a_run_killed_twice_at_a_critical_moment_ends_as_if_uninterrupted(moment
     assert hidden == {path.name for path in uninterrupted.iterdir() if path.name.startswith(".")}
 
 
-@pytest.mark.soak
-@pytest.mark.slow
-def test_sigterm_saves_the_step_and_exits_with_143(recipe, uninterrupted, tmp_path):
-    root = tmp_path / "preempted"
-
-    def preempted() -> int:
-        PREEMPTION(False)
-        return main(["fit", "--config", str(recipe), "--root", str(root), "--resume_every", "1000"])
-
-    assert run_forked(preempted) == 143
-    point = resume_point(root, "last")
-    assert point is not None
-    assert point.step == 8
-    assert fit(recipe, root, "--resume", "last") == 0
-    expected, found = results_of(uninterrupted), results_of(root)
-    # The preempted run ended, and therefore measured its last step.
-    found["measured"] = [line for line in found["measured"] if line[0] != point.step or point.step % 5 == 0]
-    for key in ("weights", "losses", "measured"):
-        kept = found[key]
-        if key == "weights" and point.step % 5:
-            kept = {step: value for step, value in kept.items() if step != point.step}
-        assert kept == expected[key], key
-
-
-@pytest.mark.soak  # in the quick tier test_fit_images and tests/training/test_resume_writer resume
+@pytest.mark.soak  # in the quick tier tests/training/test_images.py resumes
 @pytest.mark.slow
 def test_resuming_at_an_earlier_step_repeats_the_same_steps_and_drops_later_ones(recipe, uninterrupted, tmp_path):
     root = tmp_path / "run"
@@ -277,15 +253,3 @@ def test_a_corrupt_checkpoint_is_reported_and_the_previous_one_is_used(recipe, u
     output = capfd.readouterr().err
     assert f"fit: error: {state} is no state of a training, or holds more than tensors" in output
     assert "weights_only" not in output
-
-
-@pytest.mark.soak
-def test_a_sharded_run_does_not_resume_from_a_state_of_an_unsharded_run(recipe, uninterrupted):
-    overlay = Path(__file__).parents[2] / "recipes" / "trainer" / "fsdp.yaml"
-    before = results_of(uninterrupted)["weights"]
-    options = ["--config", overlay, "--trainer.devices", "1", "--trainer.accelerator", "cpu", "--resume", "12"]
-    done = run_command(["fit", "--config", recipe, "--root", uninterrupted, *options])
-    assert done.returncode == 2, done.stderr
-    assert "was saved by a run without sharded weights; go on with the strategy of that run" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert results_of(uninterrupted)["weights"] == before
