@@ -167,6 +167,6 @@ def test_two_series_do_not_become_one_curve_and_each_model_without_steps_is_a_ru
 
 
 def test_two_shards_measure_every_checkpoint_once_in_one_table(run, tmp_path):
-    for index in range(2):
+    for index, measured in enumerate(([0, 4], [0, 2, 4])):
         analyze_series(StepFolders(run), few(), root=tmp_path / "out", shard=f"{index}/2")
-    assert sorted(m.step for m in lines(tmp_path / "out")) == [0, 2, 4]
+        assert sorted(m.step for m in lines(tmp_path / "out")) == measured

@@ -12,7 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 from lit_layers.analyses import NextTokenProbe
 from lit_layers.analyses.probes import probe_fits
-from lit_layers.analyses.probes.next_token_probe import class_of, draw_rows, duplicates, most_frequent, passes
+from lit_layers.analyses.probes.next_token_probe import _states, class_of, draw_rows, duplicates, most_frequent, passes
 from lit_layers.errors import InputError
 from lit_layers.functional.curves import bootstrap_interval, wilson_interval
 from lit_layers.functional.probes.logistic import fit_watching_probes
@@ -20,7 +20,7 @@ from lit_layers.models.view import LayeredModel
 from lit_layers.tasks.text_features import permuted
 from tests.analyses.prompt_states import states_of_each_prompt
 from tests.support.listed_batches import Listed
-from tests.support.measured import keyed_records, records_of
+from tests.support.measured import records_of
 from tests.support.rounding import check_records
 from tests.support.tiny_models import LAYERS, VOCAB, tiny
 
@@ -54,7 +54,10 @@ def analysis(train, test, padding="right", **options):
 
 
 def run(model, *args, **options):
-    return keyed_records(analysis(*args, **options), model)
+    records = records_of(analysis(*args, **options), model)
+    keys = [(r.metric, r.layer, *((k, v) for k, v in r.tags.items() if not k.startswith("num_"))) for r in records]
+    assert len(set(keys)) == len(keys)
+    return dict(zip(keys, records, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def test_every_record_equals_that_of_scikit_learn_on_states_of_the_running_model
     records = run(model, train, test, positions_per_sequence=per_text)
 
     def check(metric, layer, expected, n, **tags):
-        record = records.pop((metric, layer, *tags.values()))
+        record = records.pop((metric, layer, *tags.items()))
         assert record.value == pytest.approx(expected, rel=1e-6)
         assert record.n == n
         return record
@@ -140,7 +143,7 @@ def test_the_watching_probe_is_fitted_to_the_states_and_reports_its_c(model, spl
     labellings = {"labels": labels, "control": permuted(labels, 0)}
     probes = fit_watching_probes(torch.from_numpy(states)[:, used], list(labellings.values()))
     records = run(model, *split, estimator="watch", random_labels=True)
-    for probe, tags in zip(probes, ((), ("random_labels",)), strict=True):
+    for probe, tags in zip(probes, ((), (("control", "random_labels"),)), strict=True):
         log_proba = probe.log_proba(torch.from_numpy(test_states)[:, covered])
         for layer in range(LAYERS + 1):
             losses = -log_proba[layer].gather(1, truth[covered, None])
@@ -191,7 +194,17 @@ def test_tokens_after_the_target_of_a_row_do_not_matter(split, name, per_text):
     given = {"positions_per_sequence": per_text, "max_iterations": 20}
     first, second = run(model, train, test, **given), run(model, train, changed, **given)
     assert first == second
-    assert (("accuracy", None, "lm_head") in first) == (name == "gpt2")
+    assert (("accuracy", None, ("reference", "lm_head")) in first) == (name == "gpt2")
+
+
+def test_the_states_of_a_row_depend_only_on_its_context():
+    """An encoder would otherwise read the tokens that follow."""
+    rows = draw_rows(texts(20, seed=3), min_context=CONTEXT, per_text=3)
+    view = LayeredModel(tiny("bert", torch.float64))
+    states, _ = _states(view, rows, None, max_tokens=30, together=view.predicts_next_token)
+    for row, (text, position) in enumerate(zip(rows.text.tolist(), rows.position.tolist(), strict=True)):
+        single = view.trajectory({"input_ids": rows.texts[text][None, : position + 1]}).hidden[:, 0, -1]
+        torch.testing.assert_close(states[:, row], single, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -256,7 +269,7 @@ def test_a_training_text_that_is_a_test_text_is_left_out_and_counted(model, spli
 
 def test_shares_have_wilson_and_losses_bootstrap_intervals_and_values_follow_the_texts(model, split):
     records = run(model, *split)
-    for key in (("accuracy", 2), ("coverage", None), ("accuracy_all", None, "lm_head")):
+    for key in (("accuracy", 2), ("coverage", None), ("accuracy_all", None, ("reference", "lm_head"))):
         record = records[key]
         share, n = record.value, record.n
         assert (record.low, record.high) == wilson_interval(round(share * n), n)

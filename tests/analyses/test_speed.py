@@ -125,7 +125,6 @@ def test_invalid_options_are_refused_before_the_measurement():
     for options, sentence in (
         ({"num_tokens": 65}, "num_tokens: the model takes at most 64 tokens, got 65"),
         ({"middles": [3]}, ": of 5 blocks the middle has 2, 4 blocks, got 3"),
-        ({"variants": ["skipp"]}, "intervene/speed: variants: there is no 'skipp'"),
     ):
         with pytest.raises(InputError) as refused:
             Speed(**options).check(LayeredModel(deep()))

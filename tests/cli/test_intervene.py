@@ -26,7 +26,7 @@ from lit_layers.tasks.lm_eval_scorer import LmEvalScorer
 from lit_layers.training.glue import LitGlue
 from tests.support.benchmark_rows import scored_pairs, tiny_causal_model, write_tasks, write_tokenizer
 from tests.support.glue_files import saved_bert_of_pairs, write_glue
-from tests.support.labelled_texts import labelled, saved_gpt2
+from tests.support.labelled_texts import labelled
 
 BOTH = ("arc_challenge", "winogrande")
 FILES = {"arc_challenge": "arc_challenge_test.parquet", "winogrande": "winogrande_validation.parquet"}
@@ -39,7 +39,6 @@ def home(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("intervene")
     save(tiny_causal_model(blocks=4, seed=3), root / "model")
     write_tokenizer(root / "model")
-    saved_gpt2(root / "bare", tokenizer=False)
     torch.manual_seed(0)
     small = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 4, "num_classes": 10}
     save(vit("vit_tiny_patch16_224", **small).eval(), root / "vit")
@@ -51,7 +50,6 @@ def home(tmp_path_factory) -> Path:
         right = best_choices(root, task, ORDERS["baseline", None])
         pq.write_table(table.set_column(table.column_names.index("label"), "label", [right]), benchmarks / FILES[task])
     (root / "corpus.jsonl").write_text("\n".join(json.dumps({"text": text}) for text, _ in labelled(1500)))
-    write(root, "finetune.yaml", {"task": "arc_challenge", "batch_size": 4, "num_tokens": 12})
     write(root, "glue.yaml", {"tasks": ["cola", "mrpc"], "max_steps": 2, "batch_size": 4, "num_tokens": 30})
     return root
 

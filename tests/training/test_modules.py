@@ -118,7 +118,6 @@ def test_the_validation_loss_is_weighted_and_nan_if_a_batch_is_nan():
 
 def test_wrong_hyper_parameters_are_refused():
     for option, value, message in (
-        ("lr", -1.0, "model.lr: expected more than 0"),
         ("warmup_steps", -3, "model.warmup_steps: .* got -3"),
         ("pad_vocab_to", 0, "model.pad_vocab_to: expected at least 1, got 0"),
         ("weight_decay", -0.1, "model.weight_decay: expected at least 0"),
