@@ -1,5 +1,6 @@
 """Untrusted checkpoints: weights are tensors from the folder itself, and none of its code is executed."""
 
+import hashlib
 import json
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from lit_layers.models.build import causal_lm, save
 from lit_layers.models.offload import Offload
 from lit_layers.models.saved import INDEX, PICKLED, load, outline, read_config
 from lit_layers.series.local_series import StepFolders
+from tests.hostile.test_recipes import refused
 from tests.support.exports import saved_tokenizer
 from tests.support.saved_models import saved, saved_vit
 
@@ -60,6 +62,18 @@ def test_an_index_that_names_files_outside_its_folder_is_refused(tmp_path):
                     opened(folder)
 
 
+def test_links_like_those_of_the_hub_cache_are_followed(tmp_path):
+    model = saved(tmp_path / "model")
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted((tmp_path / "model").iterdir())):
+        shutil.move(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    loaded = load(snapshot).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
 @pytest.fixture
 def armed(tmp_path, payload) -> Path:
     """A tiny GPT-2 with Python files that its config, its tokenizer or the import system could execute."""
@@ -89,6 +103,15 @@ def test_code_next_to_a_model_is_not_executed(armed, corpus, tmp_path, canary, m
     assert not canary.exists()
 
 
+def test_a_config_cannot_request_code_of_the_hub(armed, canary):
+    config = json.loads((armed / "config.json").read_text())
+    for asked in ("kernels-community/flash-attn", "somebody/evil@main:attack", {"": "somebody/evil"}):
+        (armed / "config.json").write_text(json.dumps({**config, "attn_implementation": asked}))
+        with pytest.raises(InputError, match="expected attn_implementation sdpa or eager in its config.json, got"):
+            load(armed)
+    assert not canary.exists()
+
+
 def write_pickles(folder: Path, payload: str) -> Iterator[None]:
     """Replace the weights of a model by pickles that would execute code, one pickle per iteration."""
     weights = load_file(folder / "model.safetensors")
@@ -111,6 +134,43 @@ def test_pickled_weights_execute_nothing(tmp_path, payload, canary):
     assert not canary.exists()
     pickle.loads((tmp_path / "gpt2" / "pytorch_model.bin").read_bytes())
     assert canary.exists(), "it would have"
+
+
+@pytest.mark.soak  # slow because of the imports of the commands
+def test_every_command_refuses_pickles_in_one_sentence(corpus, tmp_path, payload, canary, capsys):
+    options = ["--tokenizer", str(corpus / "tokenizer"), "--root", str(tmp_path / "root")]
+    folder = tmp_path / "run" / "step-000000001"
+    save(causal_lm("gpt2", **GPT2), folder)
+    # Without a corpus, `intervene` would first read the thousands of task files of lm-eval.
+    more = {"analyze": options, "intervene": [*options, "--corpus", str(corpus)], "mteb": options[:2]}
+    for _ in write_pickles(folder, payload):
+        pass
+    for command, words in more.items():
+        assert "nothing was run" in refused([command, str(folder), *words], capsys), command
+    assert not canary.exists()
+
+
+@pytest.mark.soak
+def test_a_state_to_resume_from_may_hold_only_tensors(corpus, tmp_path, payload, canary, capsys):
+    from tests.cli.test_fit import RECIPE
+
+    recipe, root = tmp_path / "recipe.yaml", tmp_path / "run"
+    content = {**RECIPE, "corpus": str(corpus), "root": str(root), "steps": [0], "analyses": []}
+    recipe.write_text(json.dumps({**content, "trainer": {**RECIPE["trainer"], "max_steps": 1}}))
+    assert main(["fit", "--config", str(recipe)]) == 0
+    (state,) = root.glob("resume/*/trainer.ckpt")
+    content = torch.load(state, weights_only=False)
+    for hidden in ({**content, "x": Payload(payload)}, {**content, "callbacks": {"x": Payload(payload)}}):
+        torch.save(hidden, state)
+        (facts,) = state.parent.glob("*.json")
+        stored = json.loads(facts.read_text())
+        key = next(name for name, value in stored.items() if isinstance(value, str) and len(value) == 64)
+        facts.write_text(json.dumps({**stored, key: hashlib.sha256(state.read_bytes()).hexdigest()}))
+        capsys.readouterr()
+        main_code = main(["fit", "--config", str(recipe), "--resume", "last", "--trainer.max_steps", "2"])
+        assert main_code == 2
+        assert "Traceback" not in capsys.readouterr().err
+    assert not canary.exists()
 
 
 def _offloaded(folder: str) -> torch.nn.Module:

@@ -192,9 +192,28 @@ def test_weights_that_do_not_fill_the_model_are_refused(tmp_path):
         load(tmp_path)
 
 
+class Trap:
+    def __reduce__(self):
+        return print, ("the pickle ran",)
+
+
+def test_a_pickle_is_read_without_running_its_code(tmp_path, capsys):
+    save(causal_lm("gpt2", **GPT2), tmp_path)
+    expected, weights = weights_hash(load(tmp_path)), load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    assert weights_hash(load(tmp_path)) == expected
+    torch.save({**weights, "trap": Trap()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"its weights hold print, and loading them would run code"):
+        load(tmp_path)
+    assert "the pickle ran" not in capsys.readouterr().out
+
+
 def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"expected a model in .*, found no config\.json there"):
         load(tmp_path)
+    with pytest.raises(InputError, match=r"expected a folder with a model, .* does not exist"):
+        load(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="names neither a model_type"):
         load(tmp_path)
