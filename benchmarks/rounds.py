@@ -4,7 +4,7 @@ A benchmark runs the ways that it compares in turn, for at least five rounds, an
 `finish`. `finish` prints the rows. With `--save` it writes them to results/NAME.json, one run for each machine and
 command.
 
-    python benchmarks/rounds.py            writes the tables of docs/performance.md from results/*.json
+    python benchmarks/rounds.py            writes the tables of the docs from results/*.json
     python benchmarks/rounds.py --check    exits with 1 if they differ
 """
 
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = tuple(Path(__file__).parents[1] / "docs" / name for name in ("performance.md", "emergence_accuracy.md"))
+PAGES = ("docs/performance.md", "docs/emergence_accuracy.md", "benchmarks/README.md")
+DOCS = tuple(Path(__file__).parents[1] / name for name in PAGES)
 # Each variable makes BLAS or torch use other kernels than the processor's best, which can slow one side of a
 # comparison.
 PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
