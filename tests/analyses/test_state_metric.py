@@ -23,6 +23,7 @@ from tests.analyses.prompt_states import attention_of_each_prompt, states_of_eac
 from tests.support.every_analysis import prompts
 from tests.support.labelled_texts import labelled, saved_gpt2
 from tests.support.measured import records_of
+from tests.support.tiny_models import tiny
 
 LAYERS = 3
 
