@@ -128,5 +128,36 @@ def test_the_lens_at_the_last_layer_has_the_loss_of_the_model(model, tokens, mea
     assert losses[0] > 4 * math.log(VOCABULARY), "embeddings were not made for the head"
 
 
+def test_cosine_entropy_and_path_shape_are_those_of_plain_transformers_in_float64(smollm2, model, tokens):
+    from transformers import AutoModelForCausalLM
+
+    batches: Any = windows(tokens, 4, 24)
+    network = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float64).model
+    with torch.no_grad():
+        states = torch.stack(network(**batches[0], output_hidden_states=True).hidden_states)  # ends with the normed
+    rows = unit(states[7] - states[7].mean(1, keepdim=True))  # (prompts, tokens, dim)
+    gram = (rows @ rows.mT).clamp(min=0)
+    growth = states[:, :, 1:].norm(dim=-1).log().diff(dim=0)  # without the first token
+    entropy, cosine = -(gram.square().sum((-1, -2)) / 24**2).log() / math.log(24), unit(states[7]) * unit(states[22])
+    expected = [
+        ("layer_cosine", 7, 22, {"mode": "token"}, cosine.sum(-1)),
+        ("prompt_entropy", 7, None, {"normalization": "maxEntropy", "drop_first": 0}, entropy),
+        ("line_shape_score", None, None, {}, 30 / unit(states.diff(dim=0)[:, :, 1:]).sum(0).norm(dim=-1)),
+        ("expodistance", None, None, {}, growth.std(0, correction=0) / growth.mean(0).abs()),
+    ]
+    similarity, path = analyses.LayerSimilarity(batches=batches), analyses.Trajectory(batches=batches, preset="paper")
+    entropies = analyses.Representation(batches=batches, preset="released_code", alpha=2)
+    found = [r for each in (similarity, path, entropies) for r in measure(model, each, run="r", step=None).records]
+    for metric, layer, other, tags, values in expected:
+        wanted = {"statistic": None, **tags}.items()
+        matching = [r for r in found if (r.metric, r.layer, r.other_layer) == (metric, layer, other)]
+        chosen = [r.value for r in matching if wanted <= {"statistic": None, **r.tags}.items()]
+        assert chosen == [pytest.approx(values.mean().item(), rel=1e-5)], metric
+
+
+def unit(vectors: Tensor) -> Tensor:
+    return vectors / vectors.norm(dim=-1, keepdim=True)
+
+
 def metric_records(measurement: Measurement, metric: str) -> list[Record]:
     return [record for record in measurement.records if record.metric == metric]
