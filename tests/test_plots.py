@@ -197,6 +197,16 @@ def test_a_profile_has_a_line_per_checkpoint_and_thins_all_but_first_and_last() 
     assert (len(firsts), firsts[0], firsts[-1]) == (16, 0, 99)
 
 
+def test_an_entropy_has_its_unit_unless_it_is_divided_by_its_maximum() -> None:
+    for normalization, unit in {"raw": "nats", "maxEntropy": ""}.items():
+        found = [
+            Record(metric="prompt_entropy", value=n, layer=n, tags={"normalization": normalization}) for n in (0, 1)
+        ]
+        for draw in (plots.layer_profile, plots.emergence_curves):
+            chart = draw(table((0, found), (1, found)), "prompt_entropy", tags={"normalization": normalization})
+            assert (chart.y.title, "nats" in chart.title) == (unit, bool(unit))
+
+
 def test_a_profile_over_distance_is_over_blocks() -> None:
     fig = plots.layer_profile(analysis_frame("coupling", (8,)), "coupling_by_distance", tags={"k": 4})
     assert list(fig.series[0].x) == [0, 1, 2, 3, 4, 5]

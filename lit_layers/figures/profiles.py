@@ -15,6 +15,7 @@ from lit_layers.figures.tables import (
     Point,
     drawable,
     grouped,
+    has_unit,
     is_on_axes,
     is_tabular,
     matching,
@@ -87,9 +88,10 @@ def color_bar(
     return Bar(title=title, stops=stops, labels={numbers[n]: texts[n] if texts else str(numbers[n]) for n in shown})
 
 
-def value_axis(metric: str, *, log: bool | None = None, **options: Any) -> Axis:
-    is_log = look_up(metric).log if log is None else log
-    return Axis(title=look_up(metric).unit, log=is_log, whole=look_up(metric).whole, **options)
+def value_axis(metric: str, tags: Mapping[str, Any] | None = None, *, log: bool | None = None, **options: Any) -> Axis:
+    row = look_up(metric)
+    is_log = row.log if log is None else log
+    return Axis(title=row.unit if has_unit(tags or {}) else "", log=is_log, whole=row.whole, **options)
 
 
 def log_if_wide(chart: Chart) -> Chart:
@@ -195,7 +197,7 @@ def layer_profile(
     chart = Chart(
         title=title_of(metric, tags),
         x=_DEPTHS if is_share else layer_axis(number),
-        y=value_axis(metric),
+        y=value_axis(metric, tags),
         series=series,
         bar=color_bar("Step", TIME, range(len(steps)), [count(step) for step in steps]),
         hover="",

@@ -244,8 +244,13 @@ def choice_text(tags: Mapping[str, Any]) -> str:
 
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
-    """Return a metric's title with its unit and variant."""
-    return ", ".join(filter(None, [look_up(metric).unit_title, variant_text(tags)]))
+    """Return a metric's title with its unit and variant. An entropy that is divided by another has no unit."""
+    row = look_up(metric)
+    return ", ".join(filter(None, [row.unit_title if has_unit(tags) else row.title, variant_text(tags)]))
+
+
+def has_unit(tags: Mapping[str, Any]) -> bool:
+    return tags.get("normalization") in (None, "raw")
 
 
 def grouped(points: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:

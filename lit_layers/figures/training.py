@@ -119,8 +119,8 @@ def emergence_curves(
             dashed(variant, title, colors.get(text, MUTED), "dash")
     series += levels_of(metric, steps, dash="dot", **marks)
     height = 370 if bar is not None and any(each.legend for each in series) else 340
-    look: dict[str, Any] = {"x": Axis(), "y": value_axis(metric), "series": series, "training": training, "bar": bar}
-    return log_if_wide(Chart(title=tables.title_of(metric, tags), height=height, **look))
+    look: dict[str, Any] = {"title": tables.title_of(metric, tags), "x": Axis(), "y": value_axis(metric, tags)}
+    return log_if_wide(Chart(series=series, training=training, bar=bar, height=height, **look))
 
 
 def training_curves(
