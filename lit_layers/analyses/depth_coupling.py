@@ -36,6 +36,7 @@ from lit_layers.records import Record
 # Position of each named token. "mean_patch" is left out because it means several tokens.
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
 SHAPE = tuple(f"jacobian_{field}" for field in JacobianShape._fields[:-1])  # all but the residual
+COSINES = SHAPE[-2:]
 
 
 @dataclass(kw_only=True)
@@ -62,7 +63,8 @@ class Coupling(Analysis):
     `jacobian_eigenvector_output_cosine` and `jacobian_eigenvector_input_cosine`. The eigenvalue and the cosines are
     undefined where their iteration did not converge (tag `num_undefined`). Their means are then over prompts whose
     leading eigenvalue stands out. All 156 Jacobians of two trained models converged (widths 128 and 576), and 25 of 32
-    of an untrained GPT-2 of width 768.
+    of an untrained GPT-2 of width 768. With `states="hf"`, the cosines are undefined at the last block, because the
+    final norm leaves no single eigenvector.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
     tokens. With `token="mean_patch"`, every metric is computed at `num_patches` evenly spread patches of an image (None
@@ -171,6 +173,9 @@ class _Blocks:
             jacobian = self._jacobian(layer)
             cosines, carried = self._carry(layer, jacobian, carried)
             finite, factors, of_block = self._factors_and_values(jacobian)
+            if self.options.states == "hf" and layer == self.model.num_layers:
+                # LayerNorm has two eigenvalues 0, so that -1 is a double eigenvalue of J: its eigenvectors are a plane.
+                of_block |= {name: torch.full_like(of_block[name], math.nan) for name in COSINES}
             jacobians.append(finite)
             all_factors.append(factors)
             _append(rows, {**of_block, "rollout": cosines})

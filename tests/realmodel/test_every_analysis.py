@@ -78,6 +78,8 @@ def measured(model, tokens, smollm2, tmp_path_factory) -> dict[str, Measurement]
         analyses.Interventions(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
         analyses.OrderStates(batches=prompts, middles=(1, 27), seeds=(0,), loops=(2,)),
         analyses.Coupling(batches=prompts, k=(8,), num_prompts=1),
+        analyses.EffectiveDepth(batches=few),
+        analyses.MinimalPairs(tokenizer=tokenizer),
         analyses.CouplingMatrices(batches=prompts, pairs=[(1, 2)], k=4),
         analyses.TokenCoupling(batches=few, k=(8,), num_tokens=2, num_prompts=1),
         analyses.CrossTokenInfluence(batches=few, num_prompts=1, num_inputs=1),
