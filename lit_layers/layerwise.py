@@ -177,9 +177,9 @@ def layers(
         tokenizer: a folder or a name on the Hub; None: the model's own.
         max_tokens: number of tokens to which each text is cut, or the model's own maximum if that is smaller.
         name: name of the model in the table and figures; None: its folder, its name on the Hub, or its class.
-        null: also measure the null, and draw it as a grey line: the model after the weights of its blocks ("blocks") or
-            all its weights ("all") are initialized again, or probes with permuted labels ("labels"). In the table, its
-            rows have the tag `reference`.
+        null: the kind of null to measure also, and to draw as a grey line. A null is a baseline for the values.
+            "blocks": the model with new random weights in its blocks. "all": the model with only new weights.
+            "labels": probes with permuted labels. In the table, rows of the null have the tag `reference`.
 
     Raises:
         InputError: an argument is not valid, or does not fit the model.

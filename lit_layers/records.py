@@ -199,15 +199,15 @@ def is_suspect(measurement: Measurement) -> bool:
 
 
 def null_folder(root: str | Path, null: str) -> Path:
-    """Return the folder of the measurements of a run's null: "blocks", "all" or "labels"."""
+    """Return the folder with the measurements of one kind of null: "blocks", "all" or "labels"."""
     return Path(root) / f"null-{null}"
 
 
 def read_nulls(root: str | Path) -> list[Measurement]:
-    """Return the measurements of a run's nulls: for each kind, analysis and settings, the one that was made last.
+    """Return the latest measurement of the nulls in a folder, for each kind of null, run, analysis and settings.
 
-    A null is the run's last model with random weights, or a probe with permuted labels. The field `null` of the
-    provenance tells which one.
+    A null is the run's last model with random weights, or a probe with permuted labels. It is a baseline
+    for the run's curves. The field `null` of the provenance holds its kind.
     """
     last: dict[tuple[Any, ...], Measurement] = {}
     for file in sorted(Path(root).glob("null-*/measurements.jsonl")):
@@ -218,10 +218,10 @@ def read_nulls(root: str | Path) -> list[Measurement]:
 
 
 def with_nulls(measurements: Iterable[Measurement], nulls: Iterable[Measurement]) -> list[Measurement]:
-    """Return measurements to which the values of their nulls are added, as records with the tag `reference`.
+    """Return the measurements with the values of their nulls added, as records with the tag `reference`.
 
-    A null belongs to the measurements of the same run, analysis and settings. Only values that are drawn as curves are
-    added.
+    A null belongs to the measurements of the same run, analysis and settings. Values that form no curve over steps are
+    left out.
     """
     added: dict[tuple[str, str, str], list[Record]] = {}
     for null in nulls:

@@ -26,7 +26,7 @@ class RunData:
     Args:
         root: the folder.
         about: the content of run.json.
-        measurements: the measurements that form the curves, with the values of their nulls. They are those of one run,
+        measurements: the measurements that form the curves, and the values of their nulls. They are those of one run,
             or those of all models if the folder compares models without training steps.
         scalars: the rows of metrics.jsonl, one per step, with the scalars of training.
         other_runs: names of other runs in the folder, which are not shown.

@@ -166,7 +166,7 @@ def test_a_series_and_a_single_model_have_nulls_and_a_null_is_not_measured_twice
 def test_nulls_that_cannot_be_measured_are_refused_before_the_first_number(tmp_path):
     with pytest.raises(InputError, match="null: expected one of blocks, all, labels, got 'new'"):
         EmergenceCallback(analyses(), STEPS, tmp_path, null="new")
-    with pytest.raises(InputError, match="null: labels permutes the labels of probes, and no analysis has labels"):
+    with pytest.raises(InputError, match="null: labels permutes the labels of probes, and no analysis has any"):
         fit(tmp_path, [EmergenceCallback(analyses(), STEPS, tmp_path / "run", null="labels")])
     with pytest.raises(InputError, match="null: needs the weights in memory: leave --offload out"):
         analyze_series(OneModel(tmp_path), analyses(), root=tmp_path / "x", null="all", offload=tmp_path)

@@ -1,9 +1,9 @@
-"""Measure figures of four papers on two small released models for docs/papers.md, with the extra `real`.
+"""Measure figures of four papers on two small released models for docs/papers.md.
 
     python -m docs.studies.small_papers painters/fig3
 
-runs the recipe of the figure with other models and, where a CPU needs it, fewer texts. Results are in `ROOT`. The texts
-are those of the folder `LIT_LAYERS_DATA`, with WikiText-2 in place of WikiText-103.
+This command runs the recipe of the figure with models of the extra `real`, and with fewer texts where a CPU needs it.
+The texts are in the folder `LIT_LAYERS_DATA`. WikiText-2 replaces WikiText-103. Results are in `ROOT`.
 """
 
 import importlib.util

@@ -57,14 +57,14 @@ class Coupling(Analysis):
     with the state that linearized blocks reach. Over depth: `spectrum_slope` and `spectrum_r_squared`. They describe a
     line fitted over depth to the reciprocal of the largest singular value of each block's Jacobian.
 
-    Also per layer, the shape of the block's Jacobian J (see `lit_layers.functional.jacobian.atlas`):
-    `jacobian_non_normality`, `jacobian_symmetric_share` and `jacobian_effective_rank`; `jacobian_leading_eigenvalue`,
-    relative to the largest singular value; the cosines of its eigenvector with the leading singular directions,
-    `jacobian_eigenvector_output_cosine` and `jacobian_eigenvector_input_cosine`. The eigenvalue and the cosines are
-    undefined where their iteration did not converge (tag `num_undefined`). Their means are then over prompts whose
-    leading eigenvalue stands out. All 156 Jacobians of two trained models converged (widths 128 and 576), and 25 of 32
-    of an untrained GPT-2 of width 768. With `states="hf"`, the cosines are undefined at the last block, because the
-    final norm leaves no single eigenvector.
+    Six metrics per layer describe the shape of the block's Jacobian (see `functional.jacobian.atlas.jacobian_shape`):
+    `jacobian_non_normality`, `jacobian_symmetric_share`, `jacobian_effective_rank`, and `jacobian_leading_eigenvalue`,
+    which is relative to the largest singular value. `jacobian_eigenvector_output_cosine` and
+    `jacobian_eigenvector_input_cosine` compare its eigenvector with the leading singular directions. The eigenvalue and
+    the cosines are undefined for prompts whose iteration did not converge (tag `num_undefined`). Their means then cover
+    only prompts whose leading eigenvalue stands out. The iteration converged for all 156 Jacobians of two trained
+    models (widths 128 and 576), and for 25 of 32 of an untrained GPT-2 of width 768. With `states="hf"`, the cosines
+    are undefined at the last block, because its Jacobian has no single leading eigenvector after the final norm.
 
     An integer in `k` is a number of directions; a float is a share of the width. `token` is a position among the real
     tokens. With `token="mean_patch"`, every metric is computed at `num_patches` evenly spread patches of an image (None
@@ -174,7 +174,7 @@ class _Blocks:
             cosines, carried = self._carry(layer, jacobian, carried)
             finite, factors, of_block = self._factors_and_values(jacobian)
             if self.options.states == "hf" and layer == self.model.num_layers:
-                # LayerNorm has two eigenvalues 0, so that -1 is a double eigenvalue of J: its eigenvectors are a plane.
+                # LayerNorm's Jacobian has the eigenvalue 0 twice, so J has -1 twice, with a plane of eigenvectors.
                 of_block |= {name: torch.full_like(of_block[name], math.nan) for name in COSINES}
             jacobians.append(finite)
             all_factors.append(factors)

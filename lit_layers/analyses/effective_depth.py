@@ -1,4 +1,4 @@
-"""How much of its depth a model uses: the effect of skipping each block on what later blocks add to the states."""
+"""Effective depth: how skipping each block changes what later blocks add to the states."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from lit_layers.records import Record
 
 @dataclass(kw_only=True)
 class EffectiveDepth(Analysis):
-    """Number of blocks on which later blocks depend, `effective_depth`, from the effect of skipping each block.
+    """Number of blocks on which later blocks depend, computed from the effect of skipping each block.
 
-    Block m adds c_m = h_m - h_(m-1) to a token's state. Let c_m^(-l) be what it adds if block l returns its input, for
-    an earlier block l < m. For one prompt, with L blocks:
+    Block m adds c_m = h_m - h_(m-1) to a token's state. Let c_m^(-l) be what it adds if an earlier block l < m is
+    skipped, that is, returns its input. For one prompt, with L blocks:
 
         later_effect_pair(l, m) = median over real tokens of |c_m^(-l) - c_m| / |c_m|
         later_effect(l)         = mean of later_effect_pair(l, m) over m = l+1..L
@@ -29,14 +29,15 @@ class EffectiveDepth(Analysis):
 
     The last block has no later block: only the readout depends on it. Its effect is therefore the change of the last
     state if it is skipped. `effective_depth` is between 1 and L. It is 1 if no block reads what an earlier block adds,
-    and L if all blocks have the same effect. A median is not dominated by tokens to which a block adds almost nothing.
+    and L if all blocks have the same effect. Tokens to which a block adds almost nothing would dominate a mean over
+    tokens, but not this median.
 
     Values are averaged over prompts, with intervals. In records of pairs, `layer` is the skipped block l and
-    `other_layer` the later block m. A record of the mean of `later_effect` over blocks has no `layer`. A prompt has no
-    value, and is counted in `num_undefined`, if c_m is 0 or not finite at one of its tokens.
+    `other_layer` the later block m. The record of `later_effect` without `layer` is the mean over blocks. A prompt has
+    no value, and is counted in `num_undefined`, if c_m is 0 or not finite at one of its tokens.
 
-    Blocks run on the states of the forward pass that analyses share. Only the blocks after a skipped one run again:
-    L (L - 1) / 2 block calls, as many as in (L - 1) / 2 forward passes. The model runs in float32 or wider; changes are
+    Analyses share one forward pass. After it, only the blocks that follow a skipped one run again. This takes
+    L (L - 1) / 2 block calls, as many as (L - 1) / 2 forward passes. The model runs in float32 or wider; changes are
     computed in float64.
 
     Source: Csordás et al., arXiv 2505.13898, who show the maximum over tokens and prompts; the single number is ours.
@@ -50,7 +51,7 @@ class EffectiveDepth(Analysis):
 
     @torch.no_grad()
     def update(self, seen: Trajectory, batch: Batch) -> Values:
-        """Return the effects of pairs of blocks (L, L, prompts), NaN unless l < m, and those of the last block."""
+        """Return the effects of pairs of blocks (L, L, prompts), NaN unless l < m, and of the last block (prompts,)."""
         last, hidden = seen.num_layers, seen.hidden
         pairs = torch.full((last, last, len(seen.mask)), torch.nan, dtype=torch.float64)
         for skipped in range(1, last):

@@ -34,8 +34,8 @@ class MinimalPairs(Analysis):
     """Choice between a grammatical and an ungrammatical sentence, by the model and by the readout of each layer 0..L.
 
     The log-probability of a sentence is the sum over its tokens, in nats, from a log-softmax in float32 or wider. A
-    layer is read out by the final norm and the head (logit lens), as in `Lens`. Records without a layer are of the
-    model's own output; layer L equals it. For each condition (tag `condition`) and over all pairs:
+    layer is read out by the final norm and the head (logit lens), as in `Lens`. Records without a layer
+    describe the model's own output, which layer L equals. For each condition (tag `condition`) and over all pairs:
 
     - `minimal_pair_accuracy`: the share of pairs whose good sentence has the larger log-probability. A tie counts half.
     - `minimal_pair_difference`: the mean of log p(good) - log p(bad), in nats.
@@ -44,16 +44,17 @@ class MinimalPairs(Analysis):
     records over all conditions. A pair with a log-probability that is not finite is left out and counted in
     `num_undefined`.
 
-    Sentences are tokenized with the tokenizer's special tokens. If it adds none at the start, its `bos_token` goes
-    before each sentence, or else the `bos_token_id` of the model's config. The first token is then predicted from it.
-    If neither exists, the first token of each sentence is not scored, and the tag `num_without_bos` counts the pairs.
-    No sentence is padded.
+    Sentences are tokenized with the tokenizer's special tokens. If it adds none at the start, its `bos_token` is put
+    before each sentence, so that the first token is also predicted. If it has no `bos_token`, the `bos_token_id` of the
+    model's config is used. If neither exists, the first token of each sentence is not scored, and the tag
+    `num_without_bos` counts the pairs. No sentence is padded.
 
     The package has 72 English pairs (five kinds of agreement, and negative polarity) and 36 pairs of lines of Python.
-    In each condition, every pair has a mirror, or its sentences have the same words in another order. A model that
-    knows only the frequencies of words therefore scores 0.5 and has a mean difference of 0.
+    In each condition, every pair has a mirror pair, or its sentences have the same words in another order. In its
+    mirror, the wrong word is correct, and the correct one is wrong. A model that knows only the frequencies of words
+    therefore has an accuracy of 0.5 and a mean difference of 0.
 
-    Source: Warstadt et al., BLiMP, arXiv 1912.00582: accuracy by the probability of whole sentences.
+    Source: Warstadt et al., BLiMP, arXiv 1912.00582: accuracy from the probabilities of whole sentences.
 
     Args:
         tokenizer: a local path, a name on the Hub, or bpe:SIZE.
@@ -132,7 +133,7 @@ class MinimalPairs(Analysis):
         return batches
 
     def _start(self, model: LayeredModel) -> list[int]:
-        """Return the BOS token to put before each sentence: none if the tokenizer adds one itself, or there is none."""
+        """Return the BOS token to put before each sentence; [] if the tokenizer adds one itself, or there is none."""
         of_model = getattr(text_config(model.model.config), "bos_token_id", None)
         bos = of_model if self._tokenizer.bos_id is None else self._tokenizer.bos_id
         # The default config of GPT-2 names a token that a smaller vocabulary lacks.

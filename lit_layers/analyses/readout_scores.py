@@ -239,8 +239,9 @@ class Lens(ReadoutAnalysis):
         dtype: "bfloat16" computes the matrix products inside blocks in bfloat16, and also reports how far the loss of
             the first prompts is from that in float32.
         states: "resid" reads out the output of each block. "after_attention" reads out the middle of each block: its
-            input plus what its attention adds, at layers 1 to L and in float32. An attention's output alone is no state
-            that the readout could read. Models whose blocks do not add attention and MLP (`contributions`) are refused.
+            input plus what its attention adds, at layers 1 to L and in float32. The readout cannot read the output of
+            an attention without its input, because it is no state. A model is refused if its blocks do not add
+            attention and MLP to the state (see `contributions`).
     """
 
     name: str = "lens"
@@ -252,7 +253,7 @@ class Lens(ReadoutAnalysis):
             raise InputError(f"{self.name}: states {self.states} needs dtype float32, got {self.dtype}")
 
     def reads(self, model: LayeredModel) -> dict[str, RowsRead]:
-        # Blocks are proven to add their parts up to rounding, which is too large in 16 bits.
+        # Rounding errors in 16 bits are too large for the check that blocks add attention and MLP to the state.
         return super().reads(model) if self.states == "resid" else {"batches": RowsRead(self.batches)}
 
     def readouts(self, model: LayeredModel) -> Sequence[tuple[int | None, Tags]]:
@@ -279,9 +280,9 @@ class Lens(ReadoutAnalysis):
 
 
 def layer_sums(name: str, seen: Trajectory, batch: Batch, states: Sequence[Tensor] | None = None) -> Sums:
-    """Return the sums of each prompt's scores for the readout of every layer; the last layer is the model's own output.
+    """Return sums of scores over each prompt's rows, for the readout of every layer. Layer L is the model's own output.
 
-    `states` are the states to read out, by default those of layers 0 to L - 1.
+    `states` are the states to read out. By default, they are the states of layers 0 to L - 1.
 
     Raises:
         InputError: as in `rows_of`.
@@ -304,8 +305,8 @@ def _chunks(trajectory: Trajectory, rows: Rows) -> Iterator[Rows]:
 def _compare(trajectory: Trajectory, rows: Rows, states: Sequence[Tensor]) -> Tensor:
     """Return loss, hit and divergence of each row, for the readouts of L or L + 1 states, (3, layers + 1, rows).
 
-    If there are only L states, those of layers 0 to L - 1, the last layer is scored by the model's own logits, so that
-    its divergence is exactly 0. Only the logits of one layer are in memory at a time.
+    L states are those of layers 0 to L - 1. The last layer is then scored by the model's own logits, so its divergence
+    is exactly 0. Only the logits of one layer are in memory at a time.
     """
     full = FullModel(trajectory.logits_of(rows.index), rows)
     scores = [full.scores(trajectory.readout(hidden, rows.index)) for hidden in states]

@@ -239,8 +239,8 @@ class StateMetric(Analysis):
             those of `lit_layers.functional`, is called with `undefined="nan"`.
         drop_first: number of first tokens of each prompt to leave out.
         states: "resid" takes the output of each block. "hf" also applies the final norm to the last layer, "normed" to
-            every layer. "attention" and "mlp" take what attention or MLP of each block adds to the state, without a
-            value at layer 0; models whose blocks do not add them (`contributions`) are refused.
+            every layer. "attention" and "mlp" take what attention or MLP of each block adds to the state. Layer 0 then
+            has no value. A model is refused if its blocks do not add them (see `contributions`).
     """
 
     metric: Callable[..., Any]  # not `Callable[..., Tensor]`, which would limit recipes to annotated functions
@@ -299,7 +299,7 @@ class StateMetric(Analysis):
         return summarize_layers(self.metric_name, rows, tags=self.tags())
 
     def _value_of_layer(self, points: Tensor) -> Tensor:
-        """Return the function's value on points (points, dim) in float64; NaN without points or if one is not finite.
+        """Return the function's value on points (points, dim) in float64; NaN if there are none, or one is not finite.
 
         Raises:
             TypeError, ValueError: if the function returns something other than one number.

@@ -42,7 +42,8 @@ class StepCurve:
     checkpoint. `stderr` is None if unknown. A curve over several seeds holds each seed's curve in `seeds`, (seeds,
     checkpoints), and their mean in `values`. `prompts` are the values of each prompt, (prompts, checkpoints), NaN where
     undefined. It is None if the run did not store them. Curves with equal `prompts_of` have the same prompts in the
-    same order. `settings` names the options and data with which the curve was measured.
+    same order. `settings` names the options and data with which the curve was measured. `null` is a baseline, as a
+    curve with one checkpoint: the value with random weights, or with permuted labels.
     """
 
     run: str
@@ -59,7 +60,7 @@ class StepCurve:
     settings: str = UNKNOWN
     num_without_stderr: int = 0
     null: "StepCurve | None" = None
-    null_kind: str = ""  # of a null: "blocks", "all" or "labels"
+    null_kind: str = ""  # kind of null, if this curve is one: "blocks", "all" or "labels"
 
     @property
     def error_unit(self) -> str:
@@ -126,7 +127,7 @@ def seed_means(curves: Iterable[StepCurve], name: str) -> list[StepCurve]:
 
 
 def _seed_null(nulls: Sequence[StepCurve | None], name: str) -> StepCurve | None:
-    """Return the mean of the nulls of several seeds, or None if a seed has none or another kind."""
+    """Return the mean over seeds of their nulls, or None if a seed has no null or a null of another kind."""
     known = [null for null in nulls if null is not None]
     is_same = len(known) == len(nulls) and len({null.null_kind for null in known}) == 1
     return next(iter(seed_means(known, name)), None) if is_same else None
@@ -193,7 +194,7 @@ def text_of(tags: Tags) -> str:
 def add_prompts(
     curves: Sequence[StepCurve], root: Path, measurements: Sequence[Measurement], axis: AxisName = "step"
 ) -> list[StepCurve]:
-    """Return the curves with the values of single prompts and with their nulls, which the run's folder `root` holds."""
+    """Return the curves with their values per prompt and their nulls, both read from the run's folder `root`."""
     analyses, keys = {curve.analysis for curve in curves}, {curve.key for curve in curves}
     measured = [m for m in measurements if m.analysis in analyses and m.error is None and m.step is not None]
     rows: dict[Any, dict[int, ByPrompt]] = {}
@@ -216,7 +217,7 @@ def add_prompts(
 
 
 def _add_nulls(curves: Sequence[StepCurve], root: Path) -> list[StepCurve]:
-    """Return the curves with their nulls: of blocks if the run has it, otherwise of all weights or of labels."""
+    """Return the curves with their nulls. Of several kinds, "blocks" is used first, then "all", then "labels"."""
     nulls: dict[Any, StepCurve] = {}
     for kind in ("labels", "all", "blocks"):
         for m in (m for m in records.read_nulls(root) if m.provenance["null"]["kind"] == kind):

@@ -123,10 +123,10 @@ def times_of_run(run: str, measurements: Sequence[Measurement], root: Path) -> C
 
 
 def null_step(curve: StepCurve, confidence: float = 0.95) -> float | None:
-    """Return the step (or number of tokens) from which on a curve differs from its null, by `lasting_difference`.
+    """Return the step (or number of tokens) at which a lasting difference between a curve and its null begins.
 
-    Return infinity if it does not differ at the last checkpoint. Return None if there is no null, or the errors of the
-    difference are unknown.
+    `lasting_difference` defines it. Return infinity if the curve does not differ at the last checkpoint. Return None if
+    the curve has no null, or if the errors of the difference are unknown.
     """
     null = curve.null
     if null is None:
@@ -151,7 +151,7 @@ def times_table(clock: Clock) -> pd.DataFrame:
     """Return a table with one row per curve.
 
     Its first columns are `COLUMNS`. Then come the ends of the intervals of onset, peak and plateau, and the numbers of
-    checkpoints with and without a value. If a curve has a null, the last columns name the null and the `null_step`.
+    checkpoints with and without a value. If a curve has a null, the last columns are its kind and the `null_step`.
     """
     rows = []
     for curve, times in zip(clock.curves, clock.times, strict=True):

@@ -196,7 +196,7 @@ def read_table(path: Path, kind: str) -> Any:
     """Return a parquet, CSV or TSV file as a table; cells of CSV and TSV files are strings.
 
     Raises:
-        InputError: The file cannot be read. The message says that it is no table of `kind`.
+        InputError: if the file cannot be read. The message contains `kind`, for example "word pairs".
     """
     import pandas as pd
     import pyarrow as pa

@@ -244,7 +244,7 @@ def choice_text(tags: Mapping[str, Any]) -> str:
 
 
 def title_of(metric: str, tags: Mapping[str, Any]) -> str:
-    """Return a metric's title with its unit and variant. An entropy that is divided by another has no unit."""
+    """Return a metric's title with its unit and variant. A normalized entropy has no unit."""
     row = look_up(metric)
     return ", ".join(filter(None, [row.unit_title if has_unit(tags) else row.title, variant_text(tags)]))
 

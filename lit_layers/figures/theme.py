@@ -55,7 +55,7 @@ def colors_of(stops: Sequence[str], count: int) -> list[str]:
 
 
 def reference_look(name: str, index: int) -> tuple[str, str]:
-    """Return the colour and the dash of a line for comparison: a null is a grey solid line, others are dashed."""
+    """Return the colour and the dash of a reference line. The line of a null is grey and solid, others are dashed."""
     return (EDGE, "") if name.startswith("null_") else (MUTED, DASHED[index % len(DASHED)])
 
 

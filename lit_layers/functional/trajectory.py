@@ -214,8 +214,8 @@ def relative_change(
     Range [0, inf): 0 if nothing changes, 1 if the vector becomes 0. Unchanged by a rotation and by a scaling of both
     vectors.
 
-    Source: Csordás et al., arXiv 2505.13898. There, the vectors are what a block adds to the state, in the full model
-    and with an earlier block skipped.
+    Source: Csordás et al., arXiv 2505.13898. There, the vectors are what a block adds to the state: `usual` in the
+    full model, `changed` if an earlier block is skipped.
 
     Raises:
         ValueError: a usual vector that is zero, or a vector that is not finite (NaN instead with `undefined="nan"`).
@@ -227,12 +227,12 @@ def relative_change(
 
 
 def effective_depth(effects: Float[Tensor, "blocks *n"], *, undefined: Undefined = "raise") -> PerToken:
-    """Return the number of blocks that matter: the participation ratio (sum_l w_l)^2 / sum_l w_l^2 of their effects.
+    """Return the number of blocks that matter: the participation ratio (sum_l w_l)^2 / sum_l w_l^2 of effects w_l.
 
     Range [1, L] for L blocks: L if all blocks have the same effect, 1 if only one block has any. Unchanged by scaling
     and by the order of the blocks.
 
-    Source: ours, for the question of Csordás et al., arXiv 2505.13898. `EffectiveDepth` defines the effects.
+    Source: ours. Csordás et al., arXiv 2505.13898, ask the same question. `EffectiveDepth` defines the effects.
 
     Raises:
         ValueError: effects that are all 0, negative or not finite (NaN instead with `undefined="nan"`).

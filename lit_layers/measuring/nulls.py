@@ -1,4 +1,7 @@
-"""Measure the null of a run: its last model with random weights, or its probes with permuted labels."""
+"""Measure the null of a run, which is a baseline for its curves.
+
+It holds the values of the metrics on the run's last model with random weights, or of probes with permuted labels.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,19 +20,19 @@ from lit_layers.models.null import SEED, Null, null_model, refuse_unknown_constr
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record, Store, lineage_in, null_folder
 
-_PERMUTED = "random_labels"  # option of probes, and tag of their records: a probe fitted to permuted labels
+_PERMUTED = "random_labels"  # option of probes that fits them to permuted labels, and value of their tag `control`
 
 
 def check_null(null: Null, analyses: Sequence[Analysis], model: nn.Module) -> None:
-    """Check before the first step that the null can be measured.
+    """Check that the null can be measured.
 
     Raises:
-        InputError: if the model cannot get new weights, or no analysis has labels to permute.
+        InputError: if the model cannot be built with new weights, or no analysis fits a probe to labels.
     """
     if null != "labels":
         refuse_unknown_constructor(model)
     elif not _with_labels(analyses):
-        raise InputError("null: labels permutes the labels of probes, and no analysis has labels")
+        raise InputError("null: labels permutes the labels of probes, and no analysis has any: choose blocks or all")
 
 
 def measure_null(
@@ -43,7 +46,7 @@ def measure_null(
     tokens: int | None = None,
     ranks: OneProcess | Ranks | None = None,
 ) -> list[Measurement]:
-    """Measure the null of a run on the rows of its analyses, and return the new measurements.
+    """Measure the null of a run on the data of its analyses, and return the new measurements.
 
     They are written to `measurements.jsonl` in `null_folder(root, null)`. A measurement that this file already contains
     is not repeated. Every rank must call this.
@@ -51,10 +54,10 @@ def measure_null(
     Args:
         null: the kind of null, as `null_model` explains. "labels" measures only analyses that fit probes to labels.
         opened: the last model of the run.
-        step, tokens: those of the last model.
+        step, tokens: step and number of tokens of the last model.
 
     Raises:
-        InputError: if the model cannot get new weights.
+        InputError: if the model cannot be built with new weights.
     """
     ranks = ranks or OneProcess()
     model = opened.model.model if isinstance(opened.model, LayeredModel) else opened.model
@@ -83,7 +86,7 @@ def _permuted(analysis: Any) -> Analysis:
 
 
 def _only_permuted(measurement: Measurement, analysis: Analysis) -> Measurement:
-    """Return only the values with permuted labels, under the hash of the analysis's own options."""
+    """Return the measurement with only the values of permuted labels, and with the hash of the analysis's options."""
 
     def plain(record: Record) -> Record:
         return replace(record, tags={name: value for name, value in record.tags.items() if name != "control"})

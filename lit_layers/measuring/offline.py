@@ -108,8 +108,8 @@ def analyze_series(
         during_training: whether a training run that measures nothing itself may still be writing to `root`.
         progress: receives the number of checkpoints (or analyses of a single model) that are done, their total, and the
             name of the next one.
-        null: also measure, on the last checkpoint of each run, what the curves are without training: the kind of null,
-            as `null_model` explains. With `shard`, only the first process does so.
+        null: the kind of null to measure on the last checkpoint of each run, as `null_model` explains. It is a
+            baseline for the curves. With `shard`, only the first process measures it.
 
     About some options:
 
@@ -358,7 +358,7 @@ class _Measuring:
         return {**source, "audit": self.verdicts[checkpoint.name]}
 
     def measure_nulls(self, audited: Sequence[Checkpoint]) -> None:
-        """Measure the null of each run on its last checkpoint; add to `failures` what cannot be measured."""
+        """Measure the null of each run on its last checkpoint; add each error to `failures`."""
         null = self.null
         if null is None or self.options.share[0] > 0:
             return

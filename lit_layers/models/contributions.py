@@ -1,4 +1,4 @@
-"""What attention and MLP of each block add to the states, found among the outputs of the block's submodules."""
+"""Find what attention and MLP of each block add to the states, among the outputs of the block's submodules."""
 
 import math
 from collections.abc import Iterator
@@ -51,15 +51,15 @@ def contributions(seen: Trajectory, layer: int) -> tuple[Tensor, Tensor]:
     """Return what attention and MLP of block `layer` add to its input state, two tensors (batch, tokens, dim).
 
     The sum of input state and both contributions equals the output state at every real token, with a relative error of
-    at most 1e-5. The contributions are those two outputs of the block's submodules for which this is true: for example
-    the outputs of norms or scales behind attention and MLP, if the block has them. The attention's contribution is the
-    one that was computed after the attention weights and, if both were, before the other. Both contributions are NaN at
-    tokens whose state before or after the block is not finite.
+    at most 1e-5. The contributions are the two outputs of submodules for which this is true. If attention and MLP are
+    followed by norms or scales, these are the outputs of the norms or scales. The attention's contribution is computed
+    after the attention weights. If both are, it is the first of the two. Both contributions are NaN at tokens whose
+    state before or after the block is not finite.
 
     Raises:
-        InputError: if no two outputs have this sum, as in blocks that normalize the sum (BERT), in blocks without
-            attention, and in blocks that scale an output without a submodule (Granite); or if several pairs have it
-            that differ, because the contributions are as small as rounding errors.
+        InputError: if no two outputs have this sum. Examples are blocks that normalize the sum (BERT), blocks without
+            attention, and blocks that scale an output without a submodule (Granite). Also if different pairs of outputs
+            have this sum, because the contributions are as small as rounding errors.
     """
     call, before, after = seen.block(layer), seen.hidden[layer - 1], seen.hidden[layer]
     finite = before.isfinite().all(-1) & after.isfinite().all(-1)
@@ -77,14 +77,14 @@ def contributions(seen: Trajectory, layer: int) -> tuple[Tensor, Tensor]:
 
     early, late = _outputs(call, before)
     pairs = [(one, other) for index, one in enumerate(late) for other in (*late[index + 1 :], *early)]
-    for rows in (slice(0, 1), slice(None)):  # one token excludes most pairs
+    for rows in (slice(0, 1), slice(None)):  # the first token excludes most pairs
         pairs = [pair for pair in pairs if is_sum(*pair, rows)]
-    # Several pairs are copies of each other, for example behind dropout. If they differ, the contributions are as small
-    # as rounding errors of the state, which then do not show which outputs are added.
+    # Several equal pairs may remain, for example before and after dropout. If pairs differ, the contributions are as
+    # small as the rounding errors of the state, so it is not known which outputs are added.
     if pairs and all(torch.equal(one[real], pairs[0][i][real]) for pair in pairs for i, one in enumerate(pair)):
         attention, mlp = (each.where(finite[..., None], math.nan) for each in pairs[0])
         return attention, mlp
-    reason = "they are too small to tell which outputs" if pairs else "no two outputs of its submodules have this sum"
+    reason = "they are too small to tell which outputs" if pairs else "no two submodule outputs add up to its change"
     raise InputError(
         f"expected blocks that add the outputs of attention and MLP to the state, got block {layer} of "
         f"{type(seen.model.model).__name__}: {reason}"
@@ -94,8 +94,8 @@ def contributions(seen: Trajectory, layer: int) -> tuple[Tensor, Tensor]:
 def _outputs(call: BlockCall, before: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs of a block's submodules that have the shape of the state, in the order of their computation.
 
-    The first list has those before the attention weights are computed, the second those after. In a block without
-    attention, all are in the first.
+    The first list has the outputs that are computed before the attention weights, the second those after them. In a
+    block without attention, the first list has all outputs.
     """
     alignment, outputs = call.alignment, list[Tensor]()
     aligned, start = call.aligned(), before if alignment is None else alignment.align(before)

@@ -1,4 +1,8 @@
-"""Null models: models of the same architecture with random weights, which show what the architecture alone gives."""
+"""Null models: copies of a trained model with new random weights.
+
+Metrics have some value on them although nothing was learned. This value, the null, is a baseline for a curve over
+training. A third kind of null needs no new weights: the values of probes that are fitted to permuted labels.
+"""
 
 import copy
 from typing import Literal
@@ -12,14 +16,14 @@ from lit_layers.models.families import Network
 from lit_layers.models.structure import family_of
 
 Null = Literal["blocks", "all", "labels"]
-SEED = 2**31 - 1  # unlike the usual seeds of trainings: with the same seed, a model at step 0 would be its own null
+SEED = 2**31 - 1  # no usual seed of a training, because with the training's seed the model at step 0 is the null
 
 
 def refuse_unknown_constructor(model: nn.Module) -> None:
     """Refuse a network that cannot be built again with new weights.
 
     Raises:
-        InputError: if the model is of neither transformers nor timm.
+        InputError: if the model comes from neither transformers nor timm.
     """
     model = plain_model(model)
     if not hasattr(model, "config") and getattr(model, TIMM_OPTIONS, None) is None:
@@ -29,16 +33,17 @@ def refuse_unknown_constructor(model: nn.Module) -> None:
 def null_model(model: nn.Module, null: Null, *, seed: int = SEED) -> nn.Module:
     """Return the null model of a trained model, in evaluation mode; `model` does not change.
 
-    The new weights are those of `untrained`: the library draws them as for a model before training.
+    `untrained` draws the new weights, as transformers or timm does before training.
 
     Args:
         model: a transformers or timm model.
         null: which weights are new. "blocks": those of the blocks, except norms. Embedding, head and all norms are
-            copies of the trained ones. "all": all weights. "labels": none, as only the labels of probes are permuted.
+            copies of the trained ones. "all": all weights. "labels": none; `model` itself is returned, because this
+            null only permutes the labels of probes.
         seed: seed of the new weights.
 
     Raises:
-        InputError: if the model is of neither transformers nor timm, or a weight matrix of a block would stay the same.
+        InputError: if the model comes from neither transformers nor timm, or a weight of a block would stay the same.
     """
     model = plain_model(model)
     if null == "labels":
@@ -57,10 +62,10 @@ def null_model(model: nn.Module, null: Null, *, seed: int = SEED) -> nn.Module:
 
 
 def _copy_parameters(own: nn.Module, drawn: nn.Module) -> None:
-    """Copy the parameters that belong to a module itself, and check that random ones differ from the old ones."""
+    """Copy a module's own parameters, not those of submodules, and check that random ones differ from the old ones."""
     for name, parameter in own.named_parameters(recurse=False):
         new = drawn.get_parameter(name)
-        # Biases may be equal: a new model has zeros there, like a model before its first step.
+        # Constant parameters may be equal: new biases are 0, and so are those of a model before its first step.
         if parameter.numel() > 1 and new.min() < new.max() and torch.equal(parameter, new):
             raise InputError(
                 f"null: {name} of a {type(own).__name__} is not random: its new weights equal the old ones"

@@ -61,14 +61,14 @@ def time_text(time: Time | None) -> str:
 def sentence(curve: StepCurve, times: EmergenceTimes, *, axis: AxisName = "step", confidence: float = 0.95) -> str:
     """Return a sentence such as `Coupling, k = 12: half-way at step 13 (13 to 14), peak at 64`.
 
-    If the curve does not emerge, the sentence says so. If the curve has a null, the sentence ends with the step from
-    which on the curve differs from it.
+    If the curve does not emerge, the sentence says so. If the curve has a null, the sentence ends with the step at
+    which their lasting difference begins.
     """
     return f"{curve.title}: {_times_text(times, axis)}{_null_text(curve, axis, confidence)}"
 
 
 def _null_text(curve: StepCurve, axis: AxisName, confidence: float) -> str:
-    """Return `, differs from its null from step 64 on`, or an empty string without a null or known errors."""
+    """Return `, differs from its null from step 64 on`, or "" if the curve has no null or its errors are unknown."""
     first = null_step(curve, confidence)
     if first is None:
         return ""

@@ -79,9 +79,9 @@ def curves_of(
 def null_curves_of(
     nulls: Iterable[Measurement], plain: dict[tuple[str, str], str], scalars: Scalars = "plotted"
 ) -> dict[str, float]:
-    """Return the values of a run's nulls by the names of their curves: the name of the run's curve and the null's kind.
+    """Return the values of a run's nulls. A key is the name of the run's curve, then `/null_` and the kind of null.
 
-    A tracker draws a null as a horizontal line if it gets these values at the first and at the last step.
+    A tracker such as W&B draws a null as a horizontal line if it gets these values at the first and the last step.
     """
     by_kind = grouped(nulls, lambda m: m.provenance["null"]["kind"])
     return {

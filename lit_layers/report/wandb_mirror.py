@@ -201,7 +201,7 @@ class WandbMirror:
         return [*sorted(found, key=lambda each: each[0]), *self._null_rows()]
 
     def _null_rows(self) -> list[tuple[int, int | None, dict[str, float], list[Measurement]]]:
-        """Return the values of the run's nulls as rows at its first and last measured steps, as in `_file_rows`."""
+        """Return rows, as `_file_rows` does, with the run's nulls at its first and last measured steps."""
         values = shown.null_curves_of(records.read_nulls(self.root), self._plain, self.scalars)
         return [(step, None, values, []) for step in sorted({min(self._steps), max(self._steps)})] if values else []
 

@@ -1,4 +1,4 @@
-"""Scores of benchmark tasks as an analysis of every checkpoint, by lm-eval."""
+"""Analysis that scores every checkpoint on benchmark tasks of lm-eval."""
 
 import functools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from lit_layers.tasks.task_files import version_of
 
 @dataclass(kw_only=True)
 class Benchmarks(Analysis):
-    """Scores of tasks of lm-eval at each checkpoint, equal to those of lm-eval on the same rows.
+    """Scores of each checkpoint on tasks of lm-eval. They equal the scores of lm-eval itself on the same rows.
 
     Each record has the tag `task`, a standard error and an interval over rows (except `random_score`); `n` counts rows:
 
@@ -31,10 +31,11 @@ class Benchmarks(Analysis):
     - `random_score`: the score of guessing.
 
     Prompts, few-shot examples and metrics are those of lm-eval (`LmEvalScorer`). The model runs in its own precision.
-    Tasks load once for all checkpoints. Ranks share the tasks.
+    Tasks are loaded once for all checkpoints. Ranks share the tasks.
 
     Args:
-        tasks: names in lm-eval, or paths of its task files (yaml), which a recipe may not name, because they are code.
+        tasks: names in lm-eval, or paths of its task files (yaml). A recipe may not name task files, because they can
+            run code.
         tokenizer: a local path, a name on the Hub, or bpe:SIZE.
         corpus: the text on which the tokenizer bpe:SIZE is trained.
         folder: a folder of local data, whose `tasks.yaml` names the files of each task. If None, lm-eval loads the

@@ -243,10 +243,10 @@ class EmergenceCallback(_Scheduled):
             its controls and other variants), and one curve per layer only for the main metric of each analysis. `all`
             logs all numbers except those per pair of layers or per token position. A W&B run also gets the numbers that
             are not logged as curves, as pictures and in a table.
-        null: also measure, once at the end, what each curve is without training: its null, which is drawn as a grey
-            line. "blocks" measures the last model after the weights of its blocks, except norms, are initialized
-            again. "all" measures new weights. "labels" measures probes with permuted labels. The numbers are in
-            `root/null-blocks`, `root/null-all` or `root/null-labels`.
+        null: the kind of null to measure once, at the end. A null is a baseline for each curve. Figures draw it as
+            a grey line. "blocks" measures the last model with new random weights in its blocks, except
+            norms. "all" measures it with only new weights. "labels" measures probes that are fitted to permuted labels.
+            The numbers are in `root/null-blocks`, `root/null-all` or `root/null-labels`.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are

@@ -181,9 +181,9 @@ class StepMeasurer:
             self.ranks.from_first(functools.partial(_refuse, refusals))
 
     def measure_null(self, model: nn.Module, step: int, tokens: int | None, *, loggers: Sequence[Any] = ()) -> None:
-        """Measure the null of the run on its last model, and log it at the first and the last measured step.
+        """Measure the null of the run on its last model, and log its values at the first and the last measured step.
 
-        Every rank must call this. A failure is logged as a warning.
+        Every rank must call this. If the null cannot be measured, a warning is logged.
         """
         if self.null is None or not self.analyses:
             return
@@ -354,7 +354,7 @@ class Watch:
         watchers: objects that are called when each analysis starts and ends.
         scalars: which numbers the loggers get as curves over steps, `plotted` or `all`, as `EmergenceCallback`
             explains.
-        null: the null to measure once, when the watch is closed, as `EmergenceCallback` explains.
+        null: the kind of null to measure once, when the watch is closed, as `EmergenceCallback` explains.
 
     Raises:
         InputError: before the first step, if two analyses have the same name, the model's family is unknown, data are

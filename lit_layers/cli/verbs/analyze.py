@@ -35,9 +35,9 @@ class AnalysisOptions:
             coupling,lens,prompt_entropy; not together with --analyses
         analyses: what to measure, as a list of classes with options (default: the analyses of the training run,
             otherwise Trajectory, Representation and Coupling)
-        null: also measure what the curves are without training, on the last checkpoint: after the weights of its
-            blocks, or all its weights, are initialized again, or with permuted labels of probes. Figures show it as a
-            grey line
+        null: also measure a null, which is a baseline for the curves. blocks: the last checkpoint with new random
+            weights in its blocks. all: with only new weights. labels: its probes with permuted labels. Figures draw the
+            null as a grey line
     """
 
     corpus: str = OWN_CORPUS

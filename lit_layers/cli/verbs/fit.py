@@ -70,8 +70,9 @@ class RunOptions:
         corpus: the text; recipes refer to it as ${corpus}
         tokenizer: the tokenizer; recipes refer to it as ${tokenizer}
         analyses: what to measure at these steps, as a list of classes with options
-        null: also measure once, at the end, what the curves are without training: the weights of blocks, or all
-            weights, are initialized again, or the labels of probes are permuted. A recipe needs quotes: "null": blocks
+        null: also measure once, at the end, a null, which is a baseline for the curves. blocks: the last model with new
+            random weights in its blocks. all: with only new weights. labels: its probes with permuted labels.
+            A recipe needs quotes around the key: "null": blocks
         wandb: send the run to W&B, as --config wandb_configs/default.yaml does
         expected: values that other runs reached, by scalar and step, such as {validation/loss: {600000: 2.85}}; the end
             of the run prints how far its own values are from them

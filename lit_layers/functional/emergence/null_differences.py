@@ -1,4 +1,4 @@
-"""The checkpoint from which on a curve differs from its null."""
+"""First checkpoint of the lasting difference between a curve and its null, a constant baseline."""
 
 from typing import Any
 
@@ -18,13 +18,14 @@ def lasting_difference(
     replicates: ArrayLike | None = None,
     confidence: float = 0.95,
 ) -> int | None:
-    """Return the first checkpoint from which on a curve differs from its null, or None if it does not at the last one.
+    """Return the index of the checkpoint at which the lasting difference between a curve and its null begins.
 
-    At each checkpoint, the hypothesis "the difference is 0" is tested at level 1 - `confidence`. As in the verdict of
-    `emergence_times`, the test is Student's t over replicates, and the union bound combines the checkpoints. Without
-    replicates, the difference is compared with its standard error on the normal distribution. From the returned
-    checkpoint on, every difference is significant and has the same sign. If all replicates differ by exactly the same
-    amount, t is not defined, and the sign test takes its place: p = 2^(1 - replicates).
+    From this checkpoint to the last one, every difference is significant, and all have the same sign. At each
+    checkpoint, the null hypothesis is "the difference is 0". With replicates, it is tested by Student's t test, with
+    `stderr` by a two-sided normal test. As in the verdict of `emergence_times`, a p-value is multiplied by the number
+    of checkpoints (union bound). A difference is significant if the product is at most 1 - `confidence`. If the
+    difference is exactly the same in all replicates, t is not defined. The sign test then replaces it, with
+    p = 2^(1 - replicates).
 
     Args:
         differences: The curve minus its null, (checkpoints,); NaN for a missing value, which is left out.
@@ -34,7 +35,7 @@ def lasting_difference(
         confidence: Level of the test.
 
     Returns:
-        The index of the checkpoint.
+        The index, or None if the curve does not differ at the last checkpoint.
 
     Raises:
         ValueError: neither or both of `stderr` and `replicates` are given, or fewer than 2 replicates are complete.
@@ -47,7 +48,7 @@ def lasting_difference(
         p_values = _t_tests(whole_rows(replicates, valid)[1])
     else:
         errors = np.asarray(stderr, dtype=np.float64)[valid]
-        # An error of 0 makes any difference significant: the ratio is infinite.
+        # With an error of 0, any difference other than 0 is significant, because the ratio is infinite.
         with np.errstate(divide="ignore", invalid="ignore"):
             p_values = 2 * stats.norm.sf(np.abs(y[valid]) / errors)
     signs = np.sign(y[valid])
@@ -57,7 +58,7 @@ def lasting_difference(
 
 
 def _t_tests(rows: Array) -> Array:
-    """Return the p-value of each column of `rows` (replicates, checkpoints): that its mean is 0."""
+    """Return p-values of the hypothesis that the mean is 0, one per column of `rows` (replicates, checkpoints)."""
     count = len(rows)
     means, errors = rows.mean(0), rows.std(0, ddof=1) / np.sqrt(count)
     vary = errors > 1e-12 * np.abs(rows).max(initial=0)

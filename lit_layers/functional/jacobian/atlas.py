@@ -11,13 +11,13 @@ from torch.linalg import vector_norm
 from lit_layers.functional._checks import Undefined, checked, wide_matrices, zeroed
 from lit_layers.functional.singular import Factors, products
 
-_PRODUCTS = 50  # products with J^2 before the Arnoldi iteration: each takes half the time of one of its steps
+_PRODUCTS = 50  # number of products with J^2 before the Arnoldi iteration: each takes half the time of an Arnoldi step
 _STEPS = 20  # steps of the Arnoldi iteration
 TOLERANCE = 1e-2  # largest residual |J x - lambda x| / |lambda| of a leading eigenvector x
 
 
 class JacobianShape(NamedTuple):
-    """Six numbers in [0, 1], or [1, dim] for the rank, and the residual of an eigenvector; see `jacobian_shape`."""
+    """Six numbers that describe a Jacobian, and the residual of its leading eigenvector; see `jacobian_shape`."""
 
     non_normality: Tensor
     symmetric_share: Tensor
@@ -33,37 +33,40 @@ def jacobian_shape(
 ) -> JacobianShape:
     """Return how normal and symmetric each Jacobian J is, its effective rank, and its leading eigenvector.
 
+    J' is the transpose of J, and |J|_F its Frobenius norm.
+
     - `non_normality` = sqrt(1 - |J^2|_F^2 / |J'J|_F^2), in [0, 1]: 0 if J is normal (J'J = JJ'), 1 if J^2 = 0.
     - `symmetric_share` = |(J + J') / 2|_F^2 / |J|_F^2, in [0, 1]: 1 if J is symmetric, 0 if it is antisymmetric, and
       (1 + 1 / dim) / 2 for independent entries of mean 0.
     - `effective_rank` = |J|_F^4 / |J'J|_F^2, in [1, dim]: the participation ratio of the squared singular values. It is
-      r for a projector on r directions.
-    - `leading_eigenvalue` = |lambda| / s_1, in [0, 1]: the largest modulus of an eigenvalue over the largest singular
-      value. It is 1 if J is normal.
+      r for a projection onto r directions.
+    - `leading_eigenvalue` = |lambda| / s_1, in [0, 1]: the largest modulus of an eigenvalue, divided by the largest
+      singular value s_1. It is 1 if J is normal.
     - `eigenvector_output_cosine` and `eigenvector_input_cosine`, in [0, 1]: the cosines of the eigenvector x of lambda
       with the leading left singular vector (the direction of the largest output) and with the leading right one (the
       input that causes it). For a complex pair of eigenvalues, x is the plane of its eigenvectors. Both are 1 if J is
       normal.
     - `residual` = |J x - lambda x| / s_1 for |x| = 1.
 
-    Unchanged by rotation and by scaling. The first four do not change by transposition either.
+    No value changes if J is rotated (Q J Q') or scaled. The first four also stay the same if J is transposed.
     Cosines are arbitrary if several eigenvalues or singular values share the largest modulus.
 
-    Computed in float64 for dim <= 512 or float64 input, else in float32. The error of `non_normality` is at most 1e-6
-    (in float64 1e-15) divided by its value, because it is the root of a difference. Values below 1e-3 (3e-8) may be 0.
+    Values are computed in float64 for dim <= 512 or float64 input, otherwise in float32. The error of `non_normality`
+    is at most 1e-6 (in float64 1e-15) divided by its value, because it is the root of a difference. Values below 1e-3
+    (in float64 3e-8) may become 0.
 
-    The eigenvector is from an Arnoldi iteration of 20 steps, after 50 products with J^2. It is exact for a matrix that
-    differs from J by the residual. If J is almost defective, for example nilpotent, its own eigenvalues can differ from
-    those by more. The last four values are undefined if the residual is above 1e-2 |lambda|. This happens if many
-    eigenvalues have almost the largest modulus, as in wide random matrices.
+    The eigenvector comes from an Arnoldi iteration of 20 steps, after 50 products with J^2. It is an exact eigenvector
+    of a matrix that differs from J by the residual. If J is almost defective, for example nilpotent, the eigenvalues of
+    J can differ by more. The last four values are undefined if the residual is above 1e-2 |lambda|. This happens if
+    many eigenvalues have almost the largest modulus, as in wide random matrices.
 
     Args:
         jacobians: The matrices J.
         factors: At least the first singular triple of each matrix, from `singular_factors`.
         undefined: "raise", or "nan" for NaN instead of an error.
 
-    Source: Fernando & Guitchounts, "Dynamics of the transformer residual stream" (arXiv 2605.14258), relate such
-    numbers to depth in trained models.
+    Source: Fernando & Guitchounts, "Dynamics of the transformer residual stream" (arXiv 2605.14258), relate
+    similar numbers to depth in trained models.
 
     Raises:
         ValueError: a zero or non-finite matrix, or an iteration that did not converge.
@@ -97,7 +100,7 @@ def jacobian_shape(
 
 
 def _frobenius(matrices: Tensor) -> Tensor:
-    """Return Frobenius norms in float64; the norms of rows are accurate in float32."""
+    """Return Frobenius norms in float64. Only the norms of rows are computed in the precision of the matrices."""
     return vector_norm(vector_norm(matrices, dim=-1).double(), dim=-1)
 
 
@@ -113,12 +116,12 @@ def _leading_planes(matrices: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, 
     pairs = (each.reshape(-1, dim, dim).split(at_once) for each in (matrices, squares))
     spaces = zip(*(_krylov_space(*pair) for pair in zip(*pairs, strict=True)), strict=True)
     basis, compressed = (torch.cat(parts).reshape(*matrices.shape[:-2], *parts[0].shape[1:]) for parts in spaces)
-    # The outer eigenvalues of J are close to those of the small matrix to which a Krylov space compresses J.
+    # The small matrix to which a Krylov space compresses J has almost the same largest eigenvalues as J.
     values, vectors = torch.linalg.eig(compressed.double().cpu())
     index = values.abs().argmax(-1, keepdim=True)
     value = values.gather(-1, index)  # (*n, 1)
     vector = torch.take_along_dim(vectors, index[..., None, :], -1)  # (*n, steps, 1)
-    # Re x and Im x are orthogonal if x'x (without conjugation) is real. The basis is orthonormal: this equals y'y.
+    # Re x and Im x are orthogonal if x'x (not conjugated) is real. For x = Q'y with orthonormal Q, x'x = y'y.
     vector = vector * torch.exp(-0.5j * vector.square().sum(-2, keepdim=True).angle())
     plane = basis.mT @ torch.view_as_real(vector[..., 0]).to(basis)
     # J x = lambda x in real numbers: J [Re x, Im x] = [Re x, Im x] [[Re l, Im l], [-Im l, Re l]].
@@ -130,8 +133,8 @@ def _leading_planes(matrices: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, 
 def _krylov_space(matrices: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     """Return the orthonormal basis Q (n, steps, dim) of a Krylov space of each matrix J (n, dim, dim), and Q J Q'.
 
-    This is the Arnoldi iteration. Products with J^2 remove small eigenvalues from its start vector. If a space is
-    smaller than `steps`, the remaining rows of Q are 0. They add only eigenvalues 0 to those of Q J Q'.
+    This is the Arnoldi iteration. Before it, products with J^2 shrink the start vector's parts of small eigenvalues.
+    If a space is smaller than `steps`, the remaining rows of Q are 0. They add only eigenvalues 0 to those of Q J Q'.
     """
     number, dim, _ = matrices.shape
     steps, eps = min(_STEPS, dim), torch.finfo(matrices.dtype).eps
@@ -148,7 +151,7 @@ def _krylov_space(matrices: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         basis[:, step : step + 1] = vector
         image, known = vector @ transposed, basis[:, : step + 1]
         smallest = 10 * eps * vector_norm(image, dim=-1, keepdim=True)
-        for _ in range(2):  # rounding leaves known directions after the first time
+        for _ in range(2):  # rounding leaves parts along known directions in the first pass
             along = image @ known.mT
             compressed[:, : step + 1, step] += along[:, 0]
             image = image - along @ known
