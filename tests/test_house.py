@@ -7,8 +7,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_856
-CHARACTERS = 1_383_814
+LINES = 28_863
+CHARACTERS = 1_384_242
 FILES = 179
 FILES_IN_A_FOLDER = 16
 

@@ -173,7 +173,7 @@ class _Blocks:
             jacobian = self._jacobian(layer)
             cosines, carried = self._carry(layer, jacobian, carried)
             finite, factors, of_block = self._factors_and_values(jacobian)
-            if self.options.states == "hf" and layer == self.model.num_layers:
+            if self.options.states == "hf" and layer == self.model.num_layers and final_norm(self.model) is not None:
                 # LayerNorm's Jacobian has the eigenvalue 0 twice, so J has -1 twice, with a plane of eigenvectors.
                 of_block |= {name: torch.full_like(of_block[name], math.nan) for name in COSINES}
             jacobians.append(finite)

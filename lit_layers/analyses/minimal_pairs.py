@@ -46,12 +46,12 @@ class MinimalPairs(Analysis):
 
     Sentences are tokenized with the tokenizer's special tokens. If it adds none at the start, its `bos_token` is put
     before each sentence, so that the first token is also predicted. If it has no `bos_token`, the `bos_token_id` of the
-    model's config is used. If neither exists, the first token of each sentence is not scored, and the tag
-    `num_without_bos` counts the pairs. No sentence is padded.
+    model's config is used, if it is a special token of the tokenizer. Otherwise the first token of each sentence is not
+    scored, and the tag `num_without_bos` counts the pairs. No sentence is padded.
 
     The package has 72 English pairs (five kinds of agreement, and negative polarity) and 36 pairs of lines of Python.
-    In each condition, every pair has a mirror pair, or its sentences have the same words in another order. In its
-    mirror, the wrong word is correct, and the correct one is wrong. A model that knows only the frequencies of words
+    In each condition, every pair has a mirror pair, or its sentences have the same tokens in another order. In its
+    mirror, the wrong word is correct, and the correct one is wrong. A model that knows only the frequencies of tokens
     therefore has an accuracy of 0.5 and a mean difference of 0.
 
     Source: Warstadt et al., BLiMP, arXiv 1912.00582: accuracy from the probabilities of whole sentences.
@@ -82,8 +82,8 @@ class MinimalPairs(Analysis):
             model.check_tokens(batch["input_ids"])
 
     def data_hash(self) -> str | None:
-        """Return a hash of the conditions and of the token ids of all sentences."""
-        return sha16(f"{json.dumps(self._rows)} {self._encoded.content_hash()}")
+        """Return a hash of the conditions, of the token ids of all sentences, and of the tokenizer's BOS token."""
+        return sha16(f"{json.dumps(self._rows)} {self._encoded.content_hash()} {self._tokenizer.bos_id}")
 
     def tokenizer_hash(self) -> str | None:
         return self._encoded.tokenizer_hash
@@ -136,8 +136,9 @@ class MinimalPairs(Analysis):
         """Return the BOS token to put before each sentence; [] if the tokenizer adds one itself, or there is none."""
         of_model = getattr(text_config(model.model.config), "bos_token_id", None)
         bos = of_model if self._tokenizer.bos_id is None else self._tokenizer.bos_id
-        # The default config of GPT-2 names a token that a smaller vocabulary lacks.
-        return [bos] if isinstance(bos, int) and bos < (model.vocab_size or 0) and not self._adds_start else []
+        # A default config names a BOS token (Llama: 1) that may be an ordinary token of another tokenizer.
+        is_special = bos in self._tokenizer.tokenizer.get_added_tokens_decoder()
+        return [bos] if is_special and not self._adds_start else []
 
     @property
     def _file(self) -> Path:
@@ -178,7 +179,7 @@ def _read(name: str, path: Path) -> list[list[str]]:
     table = read_table(path, "minimal pairs")
     if missing := [column for column in COLUMNS if column not in table]:
         raise InputError(f"{name}: {path}: expected the columns {', '.join(COLUMNS)}, it lacks {', '.join(missing)}")
-    rows: Sequence[list[str]] = table[COLUMNS].astype(str).to_numpy().tolist()
+    rows: Sequence[list[str]] = table[COLUMNS].fillna("").astype(str).to_numpy().tolist()
     if not rows:
         raise InputError(f"{name}: {path}: expected one pair or more, got none")
     for index, row in enumerate(rows):

@@ -220,8 +220,8 @@ class Lens(ReadoutAnalysis):
 
     A model that predicts the next token is scored over all predicted tokens (every real token but the first of a text).
     Per layer: `logit_lens_loss` (nats per token), `logit_lens_accuracy` (top-1), `logit_lens_perplexity` = exp(loss),
-    and `kl_to_final` = KL(last layer || layer) in nats. At layer L the first three are the model's own, and
-    `kl_to_final` is 0. Uniform logits have a perplexity of the vocabulary's size.
+    and `kl_to_final` = KL(last layer || layer) in nats. With states "resid", at layer L the first three are the
+    model's own, and `kl_to_final` is 0. Uniform logits have a perplexity of the vocabulary's size.
 
     For other models (classifiers, encoders, ViTs) the readout is their own pooler, norm and head. `kl_to_final` is over
     prompts, or over real tokens if the head acts on tokens. Loss and accuracy are against the batch's `labels`, if it

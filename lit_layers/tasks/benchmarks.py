@@ -71,8 +71,11 @@ class Benchmarks(Analysis):
         num_tokens, vocab_size = load_tokenizer(self._tokenizer).vocab_size, model.vocab_size or 0
         if num_tokens > vocab_size:
             raise InputError(f"tokenizer: it has {num_tokens} tokens and the model {vocab_size}: give the model's own")
+        if len({Path(task).stem for task in self.tasks}) < len(self.tasks):
+            raise InputError(f"{self.name}: expected tasks of different names, got {', '.join(self.tasks)}")
         for task in self.tasks:
             refuse_unknown(task, self.folder)
+        self.check_data()
 
     def config(self) -> dict[str, Any]:
         """Return all options that affect the scores, with the version of lm-eval and hashes of the task files."""
@@ -114,7 +117,8 @@ class Benchmarks(Analysis):
 
     @functools.cached_property
     def _rows(self) -> dict[str, ScoredTask]:
-        return {task: local_task(task, self.folder) for task in self.tasks} if self.folder else {}
+        names = [task for task in self.tasks if not task.endswith(".yaml")]
+        return {task: local_task(task, self.folder) for task in names} if self.folder else {}
 
     @functools.cached_property
     def _tokenizer(self) -> str:

@@ -233,16 +233,18 @@ class LmEvalScorer:
         if self._wrapped is None or self._wrapped[0] is not model:
             name, revision = _tokenizer_of(self.tokenizer)
             vars(model)["tie_weights"] = lambda: None  # lm-eval would tie weights that training has untied
-            wrapped = _lm_eval_class()(
-                pretrained=model,
-                tokenizer=name,
-                revision=revision,
-                batch_size=self.batch_size,
-                max_length=self.max_length,
-                softmax_dtype="float32",
-                trust_remote_code=False,
-            )
-            del vars(model)["tie_weights"]
+            try:
+                wrapped = _lm_eval_class()(
+                    pretrained=model,
+                    tokenizer=name,
+                    revision=revision,
+                    batch_size=self.batch_size,
+                    max_length=self.max_length,
+                    softmax_dtype="float32",
+                    trust_remote_code=False,
+                )
+            finally:
+                del vars(model)["tie_weights"]
             # If the tokenizer has no configured end token, use the one that `load_tokenizer` finds.
             if wrapped.tokenizer.eos_token is None:
                 wrapped.tokenizer.eos_token = wrapped.tokenizer.pad_token = load_tokenizer(self.tokenizer).end_of_text

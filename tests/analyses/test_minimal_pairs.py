@@ -1,6 +1,5 @@
 """Minimal pairs against the plain model, one sentence at a time without padding, and what the analysis refuses."""
 
-import re
 from collections import Counter
 
 import numpy as np
@@ -17,7 +16,7 @@ from lit_layers.models.view import LayeredModel
 from tests.support.measured import records_of
 from tests.support.tiny_models import tiny
 
-VOCABULARY, BOS, END, END_TOKEN = 300, 1, 0, (END_OF_TEXT, 0)
+VOCABULARY, ORDINARY, END, END_TOKEN = 300, 1, 0, (END_OF_TEXT, 0)
 NORMS = {"gpt2": "transformer.ln_f", "gpt_neox": "gpt_neox.final_layer_norm", "llama": "model.norm"}
 NOUN = [("I see this dog.", "I see these dog.", "noun"), ("I see these dogs.", "I see this dogs.", "noun")]
 VERB = [("The dog barks at night.", "The dog bark at night.", "verb"), ("Dogs bark.", "Dogs barks.", "verb")]
@@ -46,7 +45,7 @@ def make(folder, tmp_path):
 
 
 def text_model(name="gpt2", **options):
-    return tiny(name, torch.float64, vocab_size=VOCABULARY, **{"bos_token_id": BOS, **options})
+    return tiny(name, torch.float64, vocab_size=VOCABULARY, **{"bos_token_id": END, **options})
 
 
 def log_probabilities(model, ids):
@@ -60,9 +59,10 @@ def log_probabilities(model, ids):
     return (chosen - np.log(np.exp(logits).sum(-1))).sum(-1)
 
 
-CASES = [(family, "plain", BOS, [BOS]) for family in NORMS]
-CASES += [("gpt2", "plain", None, []), ("gpt2", "plain", VOCABULARY, [])]  # no BOS token, or outside the vocabulary
-CASES += [("gpt2", "named", BOS, [END]), ("gpt2", "adds", BOS, [END])]
+CASES = [(family, "plain", END, [END]) for family in NORMS]
+# No BOS token, one outside the vocabulary, or one that the default of a config names, but the tokenizer does not.
+CASES += [("gpt2", "plain", bos, []) for bos in (None, VOCABULARY, ORDINARY)]
+CASES += [("gpt2", "named", ORDINARY, [END]), ("gpt2", "adds", ORDINARY, [END])]
 
 
 @pytest.mark.parametrize(("family", "tokenizer", "bos", "start"), CASES)
@@ -97,13 +97,14 @@ def test_equal_probabilities_count_half_and_a_model_of_frequencies_has_no_prefer
     english = lit_layers.layers(model, ["minimal_pairs"], texts=["A dog"], tokenizer=folder / "plain").frame
     assert english["value"][english["metric"] == "minimal_pair_difference"].to_numpy() == pytest.approx(0, abs=1e-9)
     for _, rows in pd.concat(map(pd.read_csv, minimal_pairs.OWN_PAIRS.values())).groupby("condition"):
-        # Each pair has a mirror, or both sentences have the same words.
-        good, bad = ([Counter(re.findall(r"\w+|[^\w ]", text)) for text in rows[side]] for side in ("good", "bad"))
+        # Each pair has a mirror, or both sentences have the same tokens.
+        good, bad = ([Counter(encode(text).ids) for text in rows[side]] for side in ("good", "bad"))
         moved = [(frozenset((a - b).items()), frozenset((b - a).items())) for a, b in zip(good, bad, strict=True)]
         assert Counter(moved) == Counter((b, a) for a, b in moved)
 
 
 def test_order_batches_and_longer_sentences_change_no_pair(make, monkeypatch):
+    assert make().data_hash() != make(tokenizer="named").data_hash()  # another BOS token gives other numbers
     before = [r.by_prompt for r in records_of(make(), text_model()) if not r.tags]
     monkeypatch.setattr(minimal_pairs, "BATCH_TOKENS", 1)
     longer = ("The old dog barks at the dog.", "The old dogs barks at the dog.", "long")
