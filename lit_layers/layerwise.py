@@ -201,11 +201,12 @@ def layers(
     run, fingerprint = name or _run_name(model), weights_hash(network)
     facts: dict[str, Any] = {"run": run, "step": None, "weights_hash": fingerprint}
     measurements = []
+    if null is not None:
+        check_null(null, analyses, network)
     for analysis in analyses:
         analysis.check(view)
         measurements.append(measure(view, analysis, raises=True, **facts))
     if null is not None:
-        check_null(null, analyses, network)
         with tempfile.TemporaryDirectory() as root:
             nulls = measure_null(null, Opened(network, fingerprint), analyses, Path(root), run=run, step=None)
         measurements = records.with_nulls(measurements, nulls)

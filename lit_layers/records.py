@@ -204,16 +204,17 @@ def null_folder(root: str | Path, null: str) -> Path:
 
 
 def read_nulls(root: str | Path) -> list[Measurement]:
-    """Return the latest measurement of the nulls in a folder, for each kind of null, run, analysis and settings.
+    """Return the measurements of the nulls in a folder, of the last step for each kind, run, analysis and settings.
 
     A null is the run's last model with random weights, or a probe with permuted labels. It is a baseline
     for the run's curves. The field `null` of the provenance holds its kind.
     """
     last: dict[tuple[Any, ...], Measurement] = {}
-    for file in sorted(Path(root).glob("null-*/measurements.jsonl")):
-        for m in Store(file, lineage=lineage_in(root)):
+    for kind in ("blocks", "all", "labels"):
+        store = Store(null_folder(root, kind) / "measurements.jsonl", lineage=lineage_in(root))
+        for m in sorted(store, key=lambda m: m.step or 0):
             if m.error is None:
-                last[file, m.run, m.analysis, settings_of(m)] = m
+                last[kind, m.run, m.analysis, settings_of(m)] = m
     return [*last.values()]
 
 

@@ -91,6 +91,8 @@ def test_each_curve_is_drawn_with_its_null(run):
     assert grey.dash == ""
     profile = line(plots.layer_profile(frame, "logit_lens_loss"), "null: random blocks")
     assert profile.y == pytest.approx(losses_of(root), rel=1e-3)
+    medians = plots.emergence_curves(frame, "line_shape_score", tags={"statistic": "median"}).series
+    assert sum(series.name == "null: random blocks" for series in medians) == 1  # not those of the mean
     layers = plots.emergence_curves(frame, "line_shape_score", analysis=trajectory.analysis).series
     assert sum(series.name == "null: random blocks" for series in layers) > 1
     assert sum(series.name == "null: random blocks" and series.legend for series in layers) == 1
@@ -110,6 +112,8 @@ def test_the_step_from_which_a_curve_differs_is_that_of_its_prompts(run):
         rows = np.stack([each[name] for each in by_step], axis=1).astype(float) - of_null[name][:, None]
         index = lasting_difference(rows.mean(0), replicates=rows)
         assert null_step(found[metric]) == (np.inf if index is None else found[metric].at[index])
+    curve = found["line_shape_score"]
+    assert null_step(replace(curve, null=replace(curve.null, values=curve.null.values * np.nan, prompts=None))) is None
     table = times_table(measure_times([found["k=2coupling"]]))
     assert table["null"].tolist() == ["blocks"]
     assert table["null_step"].notna().all()
@@ -152,7 +156,8 @@ def test_a_series_and_a_single_model_have_nulls_and_a_null_is_not_measured_twice
     analyze_series(series, analyses(), root=tmp_path / "series", null="all")
     assert file.read_text() == first
     later = replace(records.read(file)[0], step=LAST + 1)  # a longer training measures its null again
-    records.Store(file).add(later)
+    for measurement in (later, replace(later, step=1)):  # and an earlier step may be measured later
+        records.Store(file).add(measurement)
     assert later.step in [m.step for m in records.read_nulls(tmp_path / "series")]
     assert len(records.read_nulls(tmp_path / "series")) == 3
     folder = str(series.checkpoints[-1].source.folder)

@@ -36,7 +36,6 @@ from lit_layers.records import Record
 # Position of each named token. "mean_patch" is left out because it means several tokens.
 TOKENS = {"last": -1, "first": 0, "cls": 0, "last_patch": -1}
 SHAPE = tuple(f"jacobian_{field}" for field in JacobianShape._fields[:-1])  # all but the residual
-COSINES = SHAPE[-2:]
 
 
 @dataclass(kw_only=True)
@@ -175,7 +174,7 @@ class _Blocks:
             finite, factors, of_block = self._factors_and_values(jacobian)
             if self.options.states == "hf" and layer == self.model.num_layers and final_norm(self.model) is not None:
                 # LayerNorm's Jacobian has the eigenvalue 0 twice, so J has -1 twice, with a plane of eigenvectors.
-                of_block |= {name: torch.full_like(of_block[name], math.nan) for name in COSINES}
+                of_block |= {name: torch.full_like(of_block[name], math.nan) for name in SHAPE[-2:]}
             jacobians.append(finite)
             all_factors.append(factors)
             _append(rows, {**of_block, "rollout": cosines})

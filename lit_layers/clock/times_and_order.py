@@ -126,7 +126,8 @@ def null_step(curve: StepCurve, confidence: float = 0.95) -> float | None:
     """Return the step (or number of tokens) at which a lasting difference between a curve and its null begins.
 
     `lasting_difference` defines it. Return infinity if the curve does not differ at the last checkpoint. Return None if
-    the curve has no null, or if the errors of the difference are unknown.
+    the curve has no null, or if the errors of the difference are unknown. The test covers other prompts or seeds, but
+    not other random weights: a null is one draw of them.
     """
     null = curve.null
     if null is None:
@@ -138,7 +139,7 @@ def null_step(curve: StepCurve, confidence: float = 0.95) -> float | None:
         errors["replicates"] = curve.prompts - null.prompts
     elif curve.stderr is not None and null.stderr is not None:
         errors["stderr"] = np.hypot(curve.stderr, null.stderr)
-    if not errors:
+    if not errors or not np.isfinite(curve.values - null.values).any():
         return None
     try:
         first = lasting_difference(curve.values - null.values, confidence=confidence, **errors)

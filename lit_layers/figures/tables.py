@@ -142,14 +142,14 @@ def _refuse_suspects(rows: Any) -> None:
 def matching(points: Iterable[Point], tags: Mapping[str, Any]) -> list[Point]:
     """Return the points whose tags have these values; the value None selects points without the tag.
 
-    Reference points (values for comparison) are also returned if they lack a tag.
+    Reference points (values for comparison) are also returned if they lack a tag, unless they are nulls.
     """
-    named = tags.items()
-    return [
-        p
-        for p in points
-        if all(p.tags.get(tag) == value or (p.reference and tag not in p.tags) for tag, value in named)
-    ]
+
+    def fits(p: Point, tag: str, value: Any) -> bool:
+        is_shared = p.reference is not None and not p.reference.startswith("null_")
+        return p.tags.get(tag) == value or (is_shared and tag not in p.tags)
+
+    return [p for p in points if all(fits(p, *pair) for pair in tags.items())]
 
 
 def variants(
@@ -494,6 +494,8 @@ def _aggregate(rows: Any, by: Sequence[str], statistic: str) -> Any:
 
 def _means(rows: Any) -> tuple[list[Any], str]:
     """Return tables with the means over the tasks of one analysis, and a text that names the tasks left out."""
+    if "reference" in rows:  # the null of one task may have failed, so that its mean would be over other tasks
+        rows = rows[~rows["reference"].astype(str).str.startswith("null_")]
     tags = [name for name in tags_of(rows) if name not in _DROPPED]
     by = ["metric", "layer", "other_layer", *tags]
     missing: dict[str, str] = {}

@@ -4,6 +4,7 @@ It holds the values of the metrics on the run's last model with random weights, 
 """
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from lit_layers.models.null import SEED, Null, null_model, refuse_unknown_constr
 from lit_layers.models.view import LayeredModel
 from lit_layers.records import Measurement, Record, Store, lineage_in, null_folder
 
+logger = logging.getLogger(__name__)
 _PERMUTED = "random_labels"  # option of probes that fits them to permuted labels, and value of their tag `control`
 
 
@@ -66,23 +68,22 @@ def measure_null(
     store = Store(null_folder(root, null) / "measurements.jsonl", lineage=lineage_in(root))
     chosen = _with_labels(analyses) if is_of_labels else analyses
     lacking = ranks.from_first(lambda: [each.name for each in not_done(store, run, step, chosen, weights_hash=weights)])
-    due = [each for each in chosen if each.name in lacking]
+    due: list[Any] = [each for each in chosen if each.name in lacking]
     about = {**opened.provenance, "null": {"kind": null, "seed": SEED, "of": opened.weights_hash}}
     measured = []
+    changed = [dataclasses.replace(each, **{_PERMUTED: True}) for each in due] if is_of_labels else due
     # Only the first rank gets outcomes. `outcomes` comes first in `zip`, so that it runs to its end on every rank.
-    found = outcomes(network, [*map(_permuted, due)] if is_of_labels else due, ranks, weights_hash=weights)
+    found = outcomes(network, changed, ranks, weights_hash=weights)
     for outcome, analysis in zip(found, due, strict=False):
         measurement = outcome.measurement(run=run, step=step, tokens=tokens, provenance=about)
+        if measurement.error is not None:
+            logger.warning("the null of %s failed: %s", measurement.analysis, measurement.error)
         measured.append(store.add(_only_permuted(measurement, analysis) if is_of_labels else measurement))
     return measured
 
 
 def _with_labels(analyses: Sequence[Analysis]) -> list[Any]:
     return [analysis for analysis in analyses if hasattr(analysis, _PERMUTED)]
-
-
-def _permuted(analysis: Any) -> Analysis:
-    return dataclasses.replace(analysis, **{_PERMUTED: True})
 
 
 def _only_permuted(measurement: Measurement, analysis: Analysis) -> Measurement:

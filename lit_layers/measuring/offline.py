@@ -363,7 +363,6 @@ class _Measuring:
         if null is None or self.options.share[0] > 0:
             return
         for run, checkpoint in {self.earlier.run_of(one): one for one in audited}.items():
-            self.progress(len(audited), len(audited), f"null of {run}")
             _, fetched = next(_held := prefetch([checkpoint]))  # keep a reference: garbage collection stops a download
             analyses = self.analyses[checkpoint.name]
             try:
@@ -372,7 +371,7 @@ class _Measuring:
                     for m in measure_null(null, opened, analyses, self.root, **about):
                         if m.error is not None:
                             self.result.failures.append(f"null of {m.analysis}: {m.error}")
-            except InputError as error:
+            except Exception as error:  # the measurements of the run itself are complete
                 self.result.failures.append(f"null of {run}: {error}")
 
     def on_ray(self, audited: Sequence[Checkpoint]) -> Iterator[Measurement]:

@@ -149,8 +149,10 @@ def untrained(model: Network, *, seed: int = 0) -> nn.Module:
         with seeded(seed):
             fresh = timm.create_model(model.pretrained_cfg["architecture"], pretrained=False, **options)
         setattr(fresh, TIMM_OPTIONS, options)
-    parameter = next(model.parameters())
-    return fresh.to("cpu" if parameter.is_meta else parameter.device, parameter.dtype).eval()
+    like = next(model.parameters())
+    for parameter in fresh.parameters():  # buffers such as rotary frequencies keep float32, as in a loaded model
+        parameter.data = parameter.data.to(like.dtype)
+    return fresh.to("cpu" if like.is_meta else like.device).eval()
 
 
 def save(model: Network, folder: str | Path, tokenizer: Any = None) -> None:

@@ -26,7 +26,7 @@ def refuse_unknown_constructor(model: nn.Module) -> None:
         InputError: if the model comes from neither transformers nor timm.
     """
     model = plain_model(model)
-    if not hasattr(model, "config") and getattr(model, TIMM_OPTIONS, None) is None:
+    if not hasattr(type(model), "_from_config") and getattr(model, TIMM_OPTIONS, None) is None:
         raise InputError(f"null: new weights are for models of transformers and timm, got {type(model).__name__}")
 
 
@@ -48,7 +48,6 @@ def null_model(model: nn.Module, null: Null, *, seed: int = SEED) -> nn.Module:
     model = plain_model(model)
     if null == "labels":
         return model
-    refuse_unknown_constructor(model)
     fresh: Network = untrained(model, seed=seed)
     if null == "all":
         return fresh

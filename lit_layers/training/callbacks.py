@@ -313,7 +313,6 @@ class EmergenceCallback(_Scheduled):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log_step = _logging_step(trainer)
         self._act(trainer, pl_module, due=True)
-        self._measure_null(trainer, self._plain_model(pl_module))
         self.measurer.finish()
         if self.measurer.analyses:
             self.measurer.log_summary(self.schedule.steps_to(self.now(trainer), self._first))
@@ -334,13 +333,16 @@ class EmergenceCallback(_Scheduled):
         about: dict[str, Any] = {"loggers": trainer.loggers, "is_first": trainer.global_step == 0}
         self.measurer.measure(whole, step, self._tokens(trainer, step), provenance=provenance, **about)
 
-    def _measure_null(self, trainer: L.Trainer, model: nn.Module) -> None:
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure the null after all callbacks have saved the end of the training."""
         if self.measurer.null is None:
             return
+        model = self._plain_model(pl_module)
         step, started = self.now(trainer), time.perf_counter()
         with contextlib.suppress(NoRoomError):  # the last step recorded it as the error of each analysis
             whole = whole_copy(model, cast("Any", trainer.strategy)) if is_sharded(model) else model
             self.measurer.measure_null(whole, step, self._tokens(trainer, step), loggers=trainer.loggers)
+        self.measurer.finish(whole=False)
         self.paused_seconds += time.perf_counter() - started
 
     def _tokens(self, trainer: L.Trainer, step: int) -> int | None:

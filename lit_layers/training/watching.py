@@ -191,13 +191,12 @@ class StepMeasurer:
         fingerprint = self.ranks.from_first(functools.partial(weights_hash, model))
         about: dict[str, Any] = {"run": str(self.run), "step": step, "tokens": tokens, "ranks": self.ranks}
         try:
-            found = measure_null(self.null, Opened(model, fingerprint), self.analyses, self.root, **about)
+            measure_null(self.null, Opened(model, fingerprint), self.analyses, self.root, **about)
         except Exception as error:  # a null that cannot be measured must not end the training
+            if self.ranks.size > 1:  # but other ranks may wait for this one
+                raise
             logger.warning("the null is not measured: %s", first_line(error))
             return
-        for measurement in found:
-            if measurement.error is not None:
-                logger.warning("the null of %s failed: %s", measurement.analysis, measurement.error)
         values = null_curves_of(records.read_nulls(self.root), self._plain, self.scalars)
         for at in {min(self._measured, default=step), step} if values and self.ranks.rank == 0 else ():
             self._write(at, values, loggers)

@@ -6,7 +6,7 @@ from torch import nn
 
 from lit_layers.errors import InputError
 from lit_layers.models.build import untrained, vit, weights_hash
-from lit_layers.models.null import SEED, null_model
+from lit_layers.models.null import SEED, null_model, refuse_unknown_constructor
 from lit_layers.models.structure import family_of
 from lit_layers.models.view import LayeredModel
 from tests.support.tiny_models import EVERY, tiny, tiny_batch
@@ -54,6 +54,6 @@ def test_embedding_and_readout_of_the_null_are_those_of_the_model():
 
 def test_a_network_of_the_users_own_and_weights_that_stay_the_same_are_refused():
     with pytest.raises(InputError, match="null: new weights are for models of transformers and timm, got Sequential"):
-        null_model(nn.Sequential(nn.Linear(2, 2)), "blocks")
+        refuse_unknown_constructor(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(InputError, match="null: weight of a Conv1D is not random: its new weights equal"):
         null_model(untrained(tiny("gpt2"), seed=SEED), "blocks")
