@@ -209,7 +209,7 @@ def layers(
     if null is not None:
         with tempfile.TemporaryDirectory() as root:
             nulls = measure_null(null, Opened(network, fingerprint), analyses, Path(root), run=run, step=None)
-        measurements = records.with_nulls(measurements, nulls)
+        measurements = records.add_nulls(measurements, nulls)
     return LayerResult(tuple(_only(each, selected[each.analysis]) for each in measurements))
 
 

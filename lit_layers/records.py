@@ -218,7 +218,7 @@ def read_nulls(root: str | Path) -> list[Measurement]:
     return [*last.values()]
 
 
-def with_nulls(measurements: Iterable[Measurement], nulls: Iterable[Measurement]) -> list[Measurement]:
+def add_nulls(measurements: Iterable[Measurement], nulls: Iterable[Measurement]) -> list[Measurement]:
     """Return the measurements with the values of their nulls added, as records with the tag `reference`.
 
     A null belongs to the measurements of the same run, analysis and settings. Values that form no curve over steps are
@@ -266,7 +266,7 @@ def frame(
     pairs: list[tuple[Measurement, Record]] = []
     root_of_pair: list[str] = []
     for file, run, root in zip(files or [None], runs, roots or [""], strict=True):
-        drawn = with_nulls(shown(run, settings), read_nulls(file.parent) if file else ())
+        drawn = add_nulls(shown(run, settings), read_nulls(file.parent) if file else ())
         of_run = [(m, record) for m in drawn if m.error is None for record in m.records]
         pairs += of_run
         root_of_pair += [root] * len(of_run)

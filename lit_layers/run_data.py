@@ -85,7 +85,7 @@ def read_run(root: str | Path, *, settings: Settings = ()) -> RunData:
     if ALL in settings:
         raise InputError(f"settings: a curve shows one of them, got {ALL}: name one, or {LAST}")
     measurements, others = split_shown(records.read(files[0]), settings)
-    measurements = records.with_nulls(measurements, records.read_nulls(root))
+    measurements = records.add_nulls(measurements, records.read_nulls(root))
     scalars = records.rows(files[1])
     if measurements and all(m.step is None for m in measurements):
         return RunData(root, about, measurements, scalars, [], others)

@@ -278,7 +278,7 @@ class Analysis(ABC):
 
 
 def stack_layers(layers: Sequence[Mapping[Key, Tensor]]) -> Values:
-    """For each key, stack the values (..., prompts) of all layers into one tensor (layers + 1, ..., prompts)."""
+    """Stack the values (..., prompts) of all layers into one tensor (layers + 1, ..., prompts) for each key."""
     return {key: torch.stack([values[key].cpu() for values in layers]) for key in layers[0]}
 
 

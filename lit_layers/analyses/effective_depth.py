@@ -10,7 +10,8 @@ from lit_layers.analyses.base import Analysis, Values
 from lit_layers.analyses.statistics import Sample, median_of_defined, summarize, summarize_all, summarize_layers
 from lit_layers.data.batches import Batches
 from lit_layers.functional._checks import widened
-from lit_layers.functional.trajectory import effective_depth, relative_change
+from lit_layers.functional.state_geometry import step_ratio
+from lit_layers.functional.trajectory import effective_depth
 from lit_layers.models.view import Batch, LayeredModel, Trajectory
 from lit_layers.records import Record
 
@@ -77,7 +78,7 @@ class EffectiveDepth(Analysis):
 
 def _median_change(changed: Tensor, usual: Tensor, mask: Tensor) -> Tensor:
     """Return the median relative change (batch,) over the tokens in the mask; NaN if it is undefined at one of them."""
-    changes = relative_change(changed, usual, undefined="nan")
+    changes = step_ratio(usual, changed, undefined="nan")  # |changed - usual| / |usual|
     mask = mask.to(changes.device)
     medians = median_of_defined(changes.masked_fill(~mask, torch.nan))
     return medians.masked_fill((changes.isnan() & mask).any(-1), torch.nan).cpu()

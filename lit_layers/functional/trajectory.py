@@ -206,26 +206,6 @@ def _deviation(values: Tensor) -> PerToken:
 # The effect of skipping a block on later blocks.
 
 
-def relative_change(
-    changed: Float[Tensor, "*n dim"], usual: Float[Tensor, "*n dim"], *, undefined: Undefined = "raise"
-) -> PerToken:
-    """Return |changed - usual| / |usual| for each vector.
-
-    Range [0, inf): 0 if nothing changes, 1 if the vector becomes 0. Unchanged by a rotation and by a scaling of both
-    vectors.
-
-    Source: Csordás et al., arXiv 2505.13898. There, the vectors are what a block adds to the state: `usual` in the
-    full model, `changed` if an earlier block is skipped.
-
-    Raises:
-        ValueError: a usual vector that is zero, or a vector that is not finite (NaN instead with `undefined="nan"`).
-    """
-    changed, usual = widened(changed), widened(usual)
-    norm, change = (torch.linalg.vector_norm(vector, dim=-1) for vector in (usual, changed - usual))
-    problems = {"a vector is not finite": ~(norm.isfinite() & change.isfinite()), "the usual vector is 0": norm == 0}
-    return checked("relative_change", change / norm.where(norm > 0, 1.0), problems, undefined)
-
-
 def effective_depth(effects: Float[Tensor, "blocks *n"], *, undefined: Undefined = "raise") -> PerToken:
     """Return the number of blocks that matter: the participation ratio (sum_l w_l)^2 / sum_l w_l^2 of effects w_l.
 

@@ -33,7 +33,7 @@ def check_null(null: Null, analyses: Sequence[Analysis], model: nn.Module) -> No
     """
     if null != "labels":
         refuse_unknown_constructor(model)
-    elif not _with_labels(analyses):
+    elif not _label_probes(analyses):
         raise InputError("null: labels permutes the labels of probes, and no analysis has any: choose blocks or all")
 
 
@@ -66,7 +66,7 @@ def measure_null(
     network, is_of_labels = null_model(model, null), null == "labels"
     weights = ranks.from_first(lambda: opened.weights_hash if is_of_labels else weights_hash(network))
     store = Store(null_folder(root, null) / "measurements.jsonl", lineage=lineage_in(root))
-    chosen = _with_labels(analyses) if is_of_labels else analyses
+    chosen = _label_probes(analyses) if is_of_labels else analyses
     lacking = ranks.from_first(lambda: [each.name for each in not_done(store, run, step, chosen, weights_hash=weights)])
     due: list[Any] = [each for each in chosen if each.name in lacking]
     about = {**opened.provenance, "null": {"kind": null, "seed": SEED, "of": opened.weights_hash}}
@@ -82,7 +82,7 @@ def measure_null(
     return measured
 
 
-def _with_labels(analyses: Sequence[Analysis]) -> list[Any]:
+def _label_probes(analyses: Sequence[Analysis]) -> list[Any]:
     return [analysis for analysis in analyses if hasattr(analysis, _PERMUTED)]
 
 

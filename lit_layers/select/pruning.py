@@ -31,7 +31,7 @@ LOSS, HARM = "variant_loss", "variant_loss_difference"
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What the removal of blocks costs and saves.
+    """Cost and saving of removing blocks.
 
     Losses are in nats per predicted token, each with its 95% interval over the texts.
 

@@ -149,7 +149,7 @@ class Path:
 
     @functools.cached_property
     def distances(self) -> Mapping[str, np.ndarray]:
-        """For each tensor, the distances (steps, steps) between its values in the checkpoints."""
+        """Distances (steps, steps) between the values of each tensor in the checkpoints."""
         return {name: _distances(products) for name, products in self.products.items()}
 
     @functools.cached_property

@@ -14,7 +14,6 @@ from lit_layers.functional.trajectory import (
     expodistance,
     growth_rates,
     line_shape_score,
-    relative_change,
     running_line_shape_score,
     state_norms,
     step_norms,
@@ -256,5 +255,3 @@ def test_effective_depth_counts_the_blocks_that_matter():
     assert found == pytest.approx([2, 1, 9 / 5, math.nan, math.nan], nan_ok=True)
     with pytest.raises(ValueError, match=r"element \(4,\): an effect is negative or not finite"):
         effective_depth(effects)
-    with pytest.raises(ValueError, match="usual vector is 0"):
-        relative_change(torch.ones(2), torch.zeros(2))
