@@ -7,8 +7,8 @@ The floors of imports, circles and files of one name are in tests/test_architect
 
 from tests.support import code_lines
 
-LINES = 28_861
-CHARACTERS = 1_384_421
+LINES = 28_864
+CHARACTERS = 1_384_596
 FILES = 179
 FILES_IN_A_FOLDER = 16
 

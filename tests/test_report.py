@@ -17,13 +17,13 @@ pytest.importorskip("jinja2")
 
 from lit_layers import records, run_data
 from lit_layers.cli.main import main
-from lit_layers.cli.verbs.report import _run_id
 from lit_layers.errors import InputError
 from lit_layers.figures import vega
 from lit_layers.metrics import METRICS, look_up, reading
 from lit_layers.records import Record
 from lit_layers.report import write_report
 from lit_layers.report.template import Figures, block, number_figures
+from lit_layers.report.wandb_mirror import id_of_run
 from tests.support.browser import CHROMIUM, dom_after
 from tests.support.charts import PageFigure, blocks, page_figures, svg_texts, visible_text
 from tests.support.forked import run_forked
@@ -427,7 +427,7 @@ def test_the_command_brings_wandb_up_to_date_without_suspect_checkpoints(tmp_pat
         assert main(["report", str(root), "--wandb", "--allow_suspect"]) == 0
         assert "wandb sync" in capsys.readouterr().out
         read_finished(root)  # waits until W&B's process has written its files
-    history = read_finished(root)[_run_id(run_data.read_run(root))].history
+    history = read_finished(root)[id_of_run(root)].history
     assert [row["trainer/global_step"] for row in history if "tokens" in row] == [0, 4], "each once"
     tables = [json.loads(path.read_text()) for path in (root / "wandb").rglob("media/table/*.table.json")]
     rows = 2 * len(measurement("r", 0, "coupling", layers=2).records)

@@ -14,6 +14,7 @@ import pytest
 from lit_layers import records
 from lit_layers.cli.main import main
 from lit_layers.errors import InputError
+from lit_layers.figures.theme import EDGE
 from lit_layers.files import run_lock
 from lit_layers.records import Record, ScalarLog
 from lit_layers.report import WandbMirror, wandb_mirror
@@ -349,6 +350,7 @@ def test_every_curve_null_and_picture_of_the_charts_is_one_that_the_mirror_logs(
     first = next(m for m in records.read(root / "measurements.jsonl") if m.analysis == "coupling")
     null = replace(first, provenance={**first.provenance, "null": {"kind": "all"}})
     records.Store(records.null_folder(root, "all") / "measurements.jsonl").add(null)
+    (root / "run.json").write_text(json.dumps({"id": RUN_ID}))
     logged = mirror_all(root)
     names, pictures = {*logged.names()}, {*logged.media("image-file")}
     spec = workspace_of(root, "me", "p")._to_model().model_dump(by_alias=True, mode="json")["spec"]
@@ -365,6 +367,10 @@ def test_every_curve_null_and_picture_of_the_charts_is_one_that_the_mirror_logs(
         "trajectory/line_shape_score/layer_02",
         "train/loss",
     } <= drawn
+    colors = {name: look["color"] for config in lines for name, look in (config["overrideColors"] or {}).items()}
+    assert set(colors.values()) == {EDGE}
+    assert {name.partition(":")[2] for name in colors} == {name for name in drawn if "/null_" in name}
+    assert {name.partition(":")[0] for name in colors} == {RUN_ID}, "only the nulls of this run are grey"
     assert all(config["xAxis"] == "trainer/global_step" and config["xLogScale"] for config in lines)
     media = {key for _, config in panels for key in config.get("mediaKeys", [])}
     assert media == pictures, media ^ pictures

@@ -1,6 +1,7 @@
 """A copy of a run at W&B, which is completed from the run's files, and a W&B workspace with the charts of the run."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -15,11 +16,13 @@ from typing import Any, Literal
 
 from lit_layers import records
 from lit_layers.errors import InputError, first_line
+from lit_layers.figures.theme import EDGE
 from lit_layers.files.durable import replace_file
 from lit_layers.identity import logged_name
 from lit_layers.metrics import look_up, sentence
 from lit_layers.records import Measurement
 from lit_layers.report import logged_numbers as shown
+from lit_layers.schema import run_facts
 
 logger = logging.getLogger(__name__)
 NOTES = "lit_layers_sent.jsonl"  # log of sent rows, in the wandb folder of the run
@@ -270,6 +273,15 @@ def _has_credentials(wandb: Any) -> bool:
     return bool(settings.api_key) or get_netrc_auth(settings.base_url) is not None
 
 
+def id_of_run(root: Path) -> str:
+    """Return the id that the training used at W&B, or else an id derived from the first line of the run's records."""
+    if found := run_facts(root).get("id"):
+        return str(found)
+    files = (root / "measurements.jsonl", root / "metrics.jsonl")
+    with next(file for file in files if file.is_file()).open("rb") as lines:
+        return hashlib.sha256(lines.readline()).hexdigest()[:8]
+
+
 # ------------------------------------------------------------------------------------------------ the workspace
 
 
@@ -316,6 +328,7 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
     for (analysis, metric), lines in curves.items():
         own_nulls = [name for name in nulls if name.rpartition("/")[0] in lines]
         own: dict[str, Any] = {"y": [*lines, *own_nulls], "log_y": look_up(metric).log or None}
+        own["line_colors"] = {f"{id_of_run(root)}:{name}": EDGE for name in own_nulls}
         chart = wr.LinePlot(title=look_up(metric).unit_title, **own, **look)
         charts.setdefault(sentence(analysis), []).append(chart)
     charts["Layers by steps"] = [

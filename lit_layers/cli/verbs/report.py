@@ -1,6 +1,5 @@
 """`lit-layers report`: write the HTML page of runs, export their numbers, and send them to W&B."""
 
-import hashlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lit_layers.figures.labels import listing
 from lit_layers.files import run_lock
 from lit_layers.report import WandbMirror, rendering, side_by_side, write_report
 from lit_layers.report.template import write_page
-from lit_layers.report.wandb_mirror import save_workspace
+from lit_layers.report.wandb_mirror import id_of_run, save_workspace
 
 
 def report(
@@ -71,7 +70,7 @@ def report(
         mirror = _mirror(run.about)
         config = run.about.get("config", {})
         with run_lock.writing(folder):  # lock the run: a second mirror would send points twice
-            mirror.open(folder, run_id=_run_id(run), config=config)
+            mirror.open(folder, run_id=id_of_run(folder), config=config)
             mirror.finish()
         print(mirror.closing_line)
     if workspace is not None:
@@ -96,12 +95,3 @@ def _mirror(about: dict[str, Any]) -> Any:
     options = (about.get("config", {}).get("wandb") or {}).get("init_args")
     parameters = inspect.signature(WandbMirror).parameters
     return WandbMirror(**{name: value for name, value in (options or {}).items() if name in parameters})
-
-
-def _run_id(run: Any) -> str:
-    """Return the id that the training used at W&B, or else an id derived from the first line of the run's records."""
-    if run.about.get("id"):
-        return str(run.about["id"])
-    files = (run.root / "measurements.jsonl", run.root / "metrics.jsonl")
-    with next(file for file in files if file.is_file()).open("rb") as lines:
-        return hashlib.sha256(lines.readline()).hexdigest()[:8]
