@@ -10,10 +10,10 @@ import pytest
 
 from lit_layers import plots, records
 from lit_layers.errors import InputError
-from lit_layers.figures.maps import best_layers
+from lit_layers.figures.maps import best_layers, named_matrix
 from lit_layers.records import Record
 from lit_layers.report import write_report
-from tests.support.charts import axis, axis_position, page_figures
+from tests.support.charts import axis, axis_position, page_figures, svg_texts, svgs
 from tests.support.layer_scores import DOMAINS, TASKS, add
 from tests.support.written import write
 
@@ -193,3 +193,13 @@ def test_the_best_layers_of_pythia_410m_over_training_are_the_published_ones(rea
     assert [at[step] for step in (4000, 8000, 16000, 32000, 64000, 128000, 143_000)] == [22, 19, 19, 19, 19, 17, 17]
     ends = [100 * fig.cells.values[0][layer][-1] for layer in (0, 17, 24)]
     assert ends == pytest.approx([45.04, 51.92, 46.82], abs=0.012)
+
+
+def test_every_row_and_column_of_a_matrix_has_its_label_at_any_size():
+    sizes = range(2, 40)  # of 19 rows, Vega placed the first below 0 and dropped its label
+    matrices = [
+        named_matrix("Order", [f"curve {n}" for n in range(size)], [[0.5] * size] * size, (0, 1)) for size in sizes
+    ]
+    for size, svg in zip(sizes, svgs(matrices), strict=True):
+        texts = svg_texts(svg)
+        assert {f"{n + 1}  curve {n}" for n in range(size)} <= {*texts}, size

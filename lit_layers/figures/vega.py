@@ -38,10 +38,11 @@ def encoded(axis: Axis, side: str) -> dict[str, Any]:
     scale: dict[str, Any] = {"reverse": True} if axis.reverse else {}
     look: dict[str, Any] = {"title": axis.title or None, "grid": axis.grid}
     if axis.keys is not None:
+        # Without padding, rounding can place the first key below 0, and Vega then drops its label.
         return {
             "field": side,
             "type": "ordinal",
-            "scale": {**scale, "domain": list(axis.keys)},
+            "scale": {**scale, "domain": list(axis.keys), "paddingOuter": 1e-9},
             "axis": look | _labels(axis, side),
         }
     scale |= {"zero": False} if not axis.log else {"type": "log", "nice": False, "padding": 10}
