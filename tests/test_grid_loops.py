@@ -15,7 +15,7 @@ def loop(tmp_path) -> Loop:
 
 
 def test_each_run_is_started_once_with_the_options_in_its_folder_name(tmp_path):
-    numbers = {"digits_grid": 4, "vit_grid": 64, "four_papers": 10, "four_papers_images": 10}
+    numbers = {"digits_grid": 4, "vit_grid": 64, "four_papers": 10, "four_papers_images": 10, "what_comes_first": 12}
     for script in LOOPS:
         loop = Loop(script, tmp_path / script.stem)
         assert loop.run("--trainer.max_steps=7") == 0

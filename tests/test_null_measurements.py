@@ -85,6 +85,8 @@ def test_each_curve_is_drawn_with_its_null(run):
     frame, (trajectory, _, coupling) = records.frame(root), records.read_nulls(root)
     of_null = frame[frame["reference"] == "null_blocks"]
     assert sorted(of_null["step"].unique()) == [*STEPS, LAST]
+    assert frame["other_layer"].notna().any()
+    assert of_null["other_layer"].isna().all(), "pairs of layers are no curves"
     chart = plots.emergence_curves(frame, "coupling")
     grey, value = line(chart, "null: random blocks"), values(coupling)["coupling/coupling/k=2"]
     assert grey.y == pytest.approx([value] * 7, rel=1e-3)

@@ -28,7 +28,10 @@ class Loop:
         program = folder / "bin" / "lit-layers"
         program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text(PROGRAM)
-        program.chmod(0o755)
+        table = program.with_name("python")  # prints the table of a study
+        table.write_text("#!/bin/sh\n")
+        for each in (program, table):
+            each.chmod(0o755)
 
     def start(self, *options: str, **variables: str) -> subprocess.Popen:
         path = f"{self.notes.parent / 'bin'}:{os.environ['PATH']}"
