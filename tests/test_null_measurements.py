@@ -11,6 +11,7 @@ import lit_layers
 from lit_layers import measure, plots, records, run_data
 from lit_layers.analyses import Coupling, LabelProbe, Lens, Trajectory
 from lit_layers.clock.curve_sources import curves_of
+from lit_layers.clock.step_curves import seed_means
 from lit_layers.clock.times_and_order import measure_times, null_step, times_table
 from lit_layers.errors import InputError
 from lit_layers.functional.emergence.null_differences import lasting_difference
@@ -116,6 +117,15 @@ def test_the_step_from_which_a_curve_differs_is_that_of_its_prompts(run):
         assert null_step(found[metric]) == (np.inf if index is None else found[metric].at[index])
     curve = found["line_shape_score"]
     assert null_step(replace(curve, null=replace(curve.null, values=curve.null.values * np.nan, prompts=None))) is None
+    # Without values of prompts, errors of 3 and 4 give 5: a difference of 10 is 2 of them, too few for 6 checkpoints.
+    at, null = np.ones(len(STEPS)), replace(curve.null, values=np.zeros(1), stderr=np.full(1, 4.0), prompts=None)
+    errors = {"prompts": None, "stderr": 3 * at, "null": null}
+    assert null_step(replace(curve, values=10 * at, **errors)) == np.inf
+    assert null_step(replace(curve, values=14 * at, **errors)) == 0
+    seeds = [replace(curve, run=f"seed {n}", null=replace(null, values=np.array([n]))) for n in range(3)]
+    (mean,) = seed_means(seeds, "seeds")
+    assert mean.null.seeds.ravel().tolist() == [0, 1, 2]
+    assert seed_means([*seeds[:2], replace(seeds[2], null=None)], "seeds")[0].null is None, "one seed has no null"
     table = times_table(measure_times([found["k=2coupling"]]))
     assert table["null"].tolist() == ["blocks"]
     assert table["null_step"].notna().all()
