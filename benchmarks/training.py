@@ -3,7 +3,8 @@
 Contenders, all with the same weights, tokens, AdamW, clipping and learning rates, on the same device:
   lit_layers   LitCausalLM in a Lightning Trainer, with the options, loader and callbacks of `lit-layers fit`
   bare loop    a few lines of PyTorch around the very same Hugging Face model
-  nanoGPT      a few lines of PyTorch around a GPT of equal size written out in nn.Linear, without any library
+  nanoGPT      a few lines of PyTorch around a GPT of equal size written out in nn.Linear, without any library; with
+               --chunked_loss it never holds all logits (torch's linear_cross_entropy)
 
 They take turns: the Trainer pauses after each step (after ten on a GPU, whose queue must stay filled) while the others
 run as many steps, in alternating order. Each round of some steps gives one ratio, and the median over rounds is
@@ -43,6 +44,7 @@ from lit_layers.training.modules import adamw, warmup_cosine
 from lit_layers.training.run_log import RunLog
 from lit_layers.training.trainer import DEFAULTS, StepSampler
 
+Loss = Callable[[Tensor, Tensor], Tensor]  # of tokens (sequences, positions) and the next tokens, flattened
 OURS, BARE, NANO = "lit_layers", "bare loop", "nanoGPT"
 TARGETS = {BARE: 0.95, NANO: 1.0}
 MFU = {False: 0.45, True: 0.5}  # target on a GPU, without and with --compile
@@ -107,10 +109,11 @@ class NanoGPT(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the states before the head."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
     @torch.no_grad()
     def copy_from(self, gpt2: Any) -> "NanoGPT":
@@ -170,10 +173,8 @@ class RandomText(LitTextData):
 class Loop:
     """A bare training loop over the same batches as the Trainer."""
 
-    def __init__(
-        self, network: Callable[[Tensor], Tensor], model: nn.Module, lit: LitCausalLM, data: RandomText
-    ) -> None:
-        self.network, self.model, self.device = network, model, lit.device
+    def __init__(self, loss: Loss, model: nn.Module, lit: LitCausalLM, data: RandomText) -> None:
+        self.loss, self.model, self.device = loss, model, lit.device
         self.tokens = torch.from_numpy(data.train.tokens.astype(np.int64))
         self.sampler = StepSampler(len(data.train), global_batch_size=data.global_batch_size, seed=data.seed)
         self.optimizer = adamw(model, lr=lit.lr, weight_decay=lit.weight_decay, betas=lit.betas)
@@ -188,7 +189,7 @@ class Loop:
         for _ in range(steps):
             tokens = self.tokens[self.sampler.global_batch(len(self.losses))].to(self.device, non_blocking=True)
             with self.autocast:
-                loss = F.cross_entropy(self.network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                loss = self.loss(tokens[:, :-1], tokens[:, 1:].flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             self.optimizer.step()
@@ -197,7 +198,7 @@ class Loop:
             self.losses.append(loss.detach())
 
 
-def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loop]:
+def plain_loops(lit: LitCausalLM, data: RandomText, size: Size, chunked: bool) -> dict[str, Loop]:
     """Return the two plain loops, with models equal to the trainer's current model."""
     bare: Any = copy.deepcopy(lit.model)
     nano = NanoGPT(size, rows=bare.config.vocab_size).to(lit.device).copy_from(bare)
@@ -205,10 +206,21 @@ def plain_loops(lit: LitCausalLM, data: RandomText, size: Size) -> dict[str, Loo
     network = torch.compile(bare) if lit.compile_model else bare
     forward = torch.compile(nano) if lit.compile_model else nano
     words = true_vocab_size(bare)
-    return {
-        BARE: Loop(lambda ids: network(input_ids=ids, use_cache=False).logits[..., :words], bare, lit, data),
-        NANO: Loop(forward, nano, lit, data),
-    }
+
+    def bare_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = network(input_ids=tokens, use_cache=False).logits[..., :words]
+        return F.cross_entropy(logits.flatten(0, 1), targets)
+
+    def nano_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        states = forward(tokens).flatten(0, 1)
+        if not chunked:
+            return F.cross_entropy(nano.head(states), targets)
+        # Autocast does not reach this function.
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(states.device.type) else states.dtype
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(states.to(dtype), nano.head.weight.to(dtype), targets, options=options).float()
+
+    return {BARE: Loop(bare_loss, bare, lit, data), NANO: Loop(nano_loss, nano, lit, data)}
 
 
 # Dense bf16 and float16 operations per second, by the exact name that CUDA reports, because a similar name may be
@@ -260,15 +272,15 @@ class TakeTurns(L.Callback):
         paused_seconds: time that RunLog excludes from its own tokens per second.
     """
 
-    def __init__(self, size: Size, turn: int) -> None:
-        self.size, self.turn = size, turn
+    def __init__(self, size: Size, turn: int, chunked: bool) -> None:
+        self.size, self.turn, self.chunked = size, turn, chunked
         self.paused_seconds = 0.0
         self.mfu_of_a_token_a_second: float | None = None
         self.seconds: dict[str, list[tuple[float, float]]] = {OURS: [], BARE: [], NANO: []}
         self.loops: dict[str, Loop] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.loops = plain_loops(pl_module, trainer.datamodule, self.size)  # pyright: ignore
+        self.loops = plain_loops(pl_module, trainer.datamodule, self.size, self.chunked)  # pyright: ignore
         device = trainer.strategy.root_device
         peak = peak_flops(device, str(trainer.precision)) if device.type == "cuda" else None
         if peak is not None:
@@ -306,14 +318,16 @@ def _difference(end: tuple[float, float], start: tuple[float, float]) -> tuple[f
 # ------------------------------------------------------------------------------------------------ run and report
 
 
-def compete(size: Size, *, steps: int, turn: int, device: str, compile: bool) -> tuple[TakeTurns, Tensor]:
+def compete(
+    size: Size, *, steps: int, turn: int, device: str, compile: bool, chunked: bool
+) -> tuple[TakeTurns, Tensor]:
     """Train all contenders, and return the timings and the losses that the trainer logged."""
     shape = {"n_layer": size.layers, "n_embd": size.dim, "n_head": size.heads, "n_positions": size.context}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     lit = LitCausalLM("gpt2", shape | no_dropout, warmup_steps=WARMUP, compile=compile)
     with tempfile.TemporaryDirectory() as root:
         run_log = RunLog(root)
-        turns = TakeTurns(size, turn)
+        turns = TakeTurns(size, turn, chunked)
         trainer = L.Trainer(
             **DEFAULTS,
             accelerator=device,
@@ -397,6 +411,7 @@ def main() -> int:
     parser.add_argument("--turn", type=int, help="steps before the others take over: a divisor of the round")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on the CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile for all three")
+    parser.add_argument("--chunked_loss", action="store_true", help="linear_cross_entropy in the nanoGPT loop")
     options = parser.parse_args()
     if options.rounds < 2 or options.warmup < 0 or min(options.threads, options.batch or 1, options.turn or 1) < 1:
         parser.error("expected at least 2 rounds, no negative warm-up, and positive threads, batch and turn")
@@ -415,6 +430,7 @@ def main() -> int:
         turn=turn,
         device=options.device,
         compile=options.compile,
+        chunked=options.chunked_loss,
     )
     print(f"{options.size}: {size}")
     differences = compare_losses(turns, losses, options.device)
