@@ -9,6 +9,7 @@ A round measures each width both ways. The weights are random. All other records
 
 import argparse
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
@@ -55,7 +56,8 @@ def measured(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], with_shape: bool, options: argparse.Namespace
 ) -> tuple[float, list[Record]]:
     """Return the seconds of the analysis, and its records without those of shape."""
-    analysis = Coupling(batches=[batch], num_prompts=options.prompts)
+    batches: Any = [batch]
+    analysis = Coupling(batches=batches, num_prompts=options.prompts)
     shape = depth_coupling.jacobian_shape if with_shape else no_shape
     with mock.patch.object(depth_coupling, "jacobian_shape", shape):
         since = clock(options.device)

@@ -6,6 +6,7 @@ python docs/studies/what_comes_first.py checkpoints/what_comes_first
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -70,8 +71,8 @@ def picture(groups: Mapping[str, Sequence[Sequence[StepCurve]]]) -> Panels:
         chart = training_chart({name: Line.from_curves(name, curves) for name, curves in seeds.items()}, SHOWN_GROUPS)
         text = seeds[SHOWN_GROUPS[0]]
         null = fmean(float(curve.null.values[0]) for curve in text if curve.null is not None)
-        chart.series.append(level(list(map(int, text[0].at)), null, "null of text", color=EDGE, width=1.8))
-        charts.append(chart)
+        grey = level(list(map(int, text[0].at)), null, "null of text", color=EDGE, width=1.8)
+        charts.append(replace(chart, series=[*chart.series, grey]))
     return Panels(title="", charts=charts, columns=2, width=330)
 
 
