@@ -108,12 +108,15 @@ class NanoGPT(nn.Module):
         self.head = nn.Linear(size.dim, rows, bias=False)
         self.head.weight = self.token.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
         """Return the states before the head."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.states(tokens))
 
     @torch.no_grad()
     def copy_from(self, gpt2: Any) -> "NanoGPT":
@@ -204,7 +207,8 @@ def plain_loops(lit: LitCausalLM, data: RandomText, size: Size, chunked: bool) -
     nano = NanoGPT(size, rows=bare.config.vocab_size).to(lit.device).copy_from(bare)
     assert sum(p.numel() for p in bare.parameters()) == sum(p.numel() for p in nano.parameters())
     network = torch.compile(bare) if lit.compile_model else bare
-    forward = torch.compile(nano) if lit.compile_model else nano
+    nano_call = nano.states if chunked else nano
+    forward = torch.compile(nano_call) if lit.compile_model else nano_call
     words = true_vocab_size(bare)
 
     def bare_loss(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -212,9 +216,9 @@ def plain_loops(lit: LitCausalLM, data: RandomText, size: Size, chunked: bool) -
         return F.cross_entropy(logits.flatten(0, 1), targets)
 
     def nano_loss(tokens: Tensor, targets: Tensor) -> Tensor:
-        states = forward(tokens).flatten(0, 1)
+        states = forward(tokens).flatten(0, 1)  # logits, unless `chunked`
         if not chunked:
-            return F.cross_entropy(nano.head(states), targets)
+            return F.cross_entropy(states, targets)
         # Autocast does not reach this function.
         dtype = torch.bfloat16 if torch.is_autocast_enabled(states.device.type) else states.dtype
         options = nn.LinearCrossEntropyOptions()
