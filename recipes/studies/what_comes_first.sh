@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What comes first, structure or skill: text, shuffled tokens, images and shuffled labels, three seeds each.
 #
-# Time:       about 100 minutes on one core. Kill it and start it again: it goes on where it stopped.
+# Time:       about 70 minutes on one core. Kill it and start it again: it goes on where it stopped.
 # Run:        bash recipes/studies/what_comes_first.sh
 # Result:     docs/studies/what_comes_first.md; the last command prints its table, and draws its figure in the folder
 #             of the runs
