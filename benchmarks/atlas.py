@@ -1,4 +1,4 @@
-"""Time of coupling with the shape of Jacobians over its time without it, which the six metrics of shape add.
+"""Time of coupling with the six metrics of the Jacobians' shape, divided by its time without them.
 
     OMP_NUM_THREADS=1 python benchmarks/atlas.py                  GPT-2 of 12 blocks, 768 and 128 wide, 4 prompts
     OMP_NUM_THREADS=1 python benchmarks/atlas.py --widths 64 --prompts 8

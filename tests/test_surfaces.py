@@ -195,7 +195,7 @@ def test_the_best_layers_of_pythia_410m_over_training_are_the_published_ones(rea
     assert ends == pytest.approx([45.04, 51.92, 46.82], abs=0.012)
 
 
-def test_every_row_and_column_of_a_matrix_has_its_label_at_any_size():
+def test_every_row_of_a_matrix_has_its_label_at_any_size():
     sizes = range(2, 40)  # of 19 rows, Vega placed the first below 0 and dropped its label
     matrices = [
         named_matrix("Order", [f"curve {n}" for n in range(size)], [[0.5] * size] * size, (0, 1)) for size in sizes

@@ -324,11 +324,11 @@ def workspace_of(root: str | Path, entity: str, project: str) -> Any:
             curves[logged_name(m, plain), record.metric][curve] = None
     if not curves:
         raise InputError(f"{root}: nothing was measured at a step there, so a workspace would have no charts")
-    nulls = shown.null_curves_of(records.read_nulls(root), plain)
+    nulls, run_id = shown.null_curves_of(records.read_nulls(root), plain), id_of_run(root)
     for (analysis, metric), lines in curves.items():
         own_nulls = [name for name in nulls if name.rpartition("/")[0] in lines]
         own: dict[str, Any] = {"y": [*lines, *own_nulls], "log_y": look_up(metric).log or None}
-        own["line_colors"] = {f"{id_of_run(root)}:{name}": EDGE for name in own_nulls}
+        own["line_colors"] = {f"{run_id}:{name}": EDGE for name in own_nulls}
         chart = wr.LinePlot(title=look_up(metric).unit_title, **own, **look)
         charts.setdefault(sentence(analysis), []).append(chart)
     charts["Layers by steps"] = [
