@@ -359,7 +359,7 @@ class ScalarLog:
             os.fsync(file.fileno())
 
     def _prepare(self) -> None:
-        """On the first call, repair the file after an interrupted write, and find the step of the last complete row."""
+        """Repair the file after an interrupted write, and find the step of its last complete row, on the first call."""
         if self._ready:
             return
         if self.path.exists():
